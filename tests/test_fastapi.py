@@ -17,6 +17,7 @@ from ratekeeper import ConfigError, RatekeeperError
 from ratekeeper.asgi import RateLimit as AsgiRateLimit
 from ratekeeper.fastapi import Charge, RateLimit
 from ratekeeper.testing import ManualClock
+from ratekeeper.web import enforcer
 from tests.web.asgi_driver import ask, ask_scope, run_lifespan, scope_of
 
 
@@ -234,6 +235,25 @@ async def test_a_mounted_applications_routes_are_limited_too() -> None:
     assert await _statuses(app, "/below/x/1", "/below/x/2") == [200, 429]
     seen = await ask(app, "/below/x/3")
     assert '"GET /below/x/{y}";q=1;w=60' in seen.headers["ratelimit-policy"]
+
+
+async def test_paths_that_clients_choose_do_not_renew_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More mounted paths than are cached do not drop the counts of an outage. Nor do long paths
+    fill the memory."""
+    monkeypatch.setattr(enforcer, "ROUTES_MAX", 3)
+    app, limit = _limited(store="redis://127.0.0.1:1", on_failure="local")
+    below = FastAPI()
+
+    @below.get("/x", dependencies=[limit("2/minute")])
+    async def x() -> None: ...
+
+    app.mount("/{tenant}", below)
+    statuses = await _statuses(app, *[f"/{number}/x" for number in range(9)])
+    assert statuses == [200] * 2 + [429] * 7
+    assert await _statuses(app, f"/{'t' * 1_000}/x") == [429]
+    assert "ttt" not in repr([*limit.enforcer._places])
 
 
 async def test_other_middleware_may_wrap_the_limits() -> None:

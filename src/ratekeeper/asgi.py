@@ -35,6 +35,7 @@ from ratekeeper.web.charges import (
     Scope,
     Send,
     charges_of,
+    enforcer_of_route,
     is_request_denied,
 )
 from ratekeeper.web.enforcer import Charge, Enforcer
@@ -186,13 +187,8 @@ def limited(
             # If an endpoint has several limits, each has its own count.
             count_name = name or charges.name_for(function_name)
             request = AsgiRequest(connection.scope, connection)
-            outer, route = charges.enforcer, connection.scope.get("route")
-            # By id, and kept alive, as in FastAPI: finding the template of a mount takes time.
-            key = route_options, count_name, id(route)
-            enforcer = outer.known_route(key)
-            if enforcer is None:
-                enforcer = outer.route_enforcer(route_options, count_name, request.route)
-                outer.remember_route(key, enforcer, alive=route)
+            key = route_options, count_name
+            enforcer = enforcer_of_route(charges.enforcer, key, request, lambda: count_name)
             await charges.charge(enforcer, request)
             if is_async:
                 return await function(*args, **kwargs)

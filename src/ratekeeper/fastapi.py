@@ -30,7 +30,7 @@ from ratekeeper.core.model import check_name
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.limiter.arguments import explains
 from ratekeeper.web.answers import Denial
-from ratekeeper.web.charges import charges_of
+from ratekeeper.web.charges import charges_of, enforcer_of_route
 from ratekeeper.web.enforcer import Charge, Enforcer
 from ratekeeper.web.handlers import LimiterUnavailable, RateLimitExceeded
 from ratekeeper.web.options import (
@@ -154,17 +154,13 @@ class RateLimit:
         outer = self.enforcer
 
         async def charged(connection: HTTPConnection) -> Charge:
-            scope = connection.scope
-            charges = charges_of(scope)
-            request = AsgiRequest(scope, connection)
-            route, context = scope.get("route"), _context_of(scope)
-            # By id, since routes are not hashable. They are kept alive, so that no id is reused.
-            key = route_options, id(route), id(context), scope.get("root_path")
-            enforcer = outer.known_route(key)
-            if enforcer is None:
-                count_name = name or charges.name_for(_route_name(route, request))
-                enforcer = outer.route_enforcer(route_options, count_name, request.route)
-                outer.remember_route(key, enforcer, alive=(route, context))
+            charges = charges_of(connection.scope)
+            request = AsgiRequest(connection.scope, connection)
+
+            def count_name() -> str:
+                return name or charges.name_for(_route_name(request))
+
+            enforcer = enforcer_of_route(outer, (route_options, name), request, count_name)
             return await charges.charge(enforcer, request)
 
         self._dependencies.add(charged)
@@ -207,14 +203,8 @@ def _calls_of(dependant: Any) -> Iterator[Any]:
         yield from _calls_of(each)
 
 
-def _context_of(scope: Any) -> object:
-    """Return where a route is included: with recent versions of FastAPI in several places."""
-    included = scope.get("fastapi")
-    return included.get("effective_route_context") if isinstance(included, dict) else None
-
-
-def _route_name(route: object, request: WebRequest) -> str:
+def _route_name(request: AsgiRequest) -> str:
     """Return the name of a route's count: "GET /users/{id}"."""
-    methods = getattr(route, "methods", None) or ()
+    methods = getattr(request.scope.get("route"), "methods", None) or ()
     path = request.route or request.path
     return f"{','.join(sorted(methods))} {path}" if methods else path

@@ -480,25 +480,6 @@ def test_any_settings_give_an_identity_or_an_error(fields: Any, proxies: Any, pr
 # ------------------------------------------------------------------------------------ remembered
 
 
-def test_compiled_sources_are_cached_within_a_bound() -> None:
-    """This holds for functions that are new in every request, and for unhashable objects."""
-    identity = Identity()
-    sources = ["bearer", "address"]
-    assert identity.compiled(sources) is identity.compiled(tuple(sources))
-    for _ in range(identities.COMPILED_MAX + 10):
-        identity.key_of(request_with(), lambda web_request: "x")
-    assert len(identity._compiled) <= identities.COMPILED_MAX
-
-    class Unhashable:
-        __hash__ = None  # type: ignore[assignment]  # this is the tested case
-
-        def __call__(self, web_request: WebRequest) -> str:
-            return "x"
-
-    assert identity.key_of(request_with(), Unhashable()) == ("custom:1", "x")
-    assert identity.key_of(request_with(), [Unhashable()]) == ("custom:1", "x")
-
-
 def _keys(
     identity: Identity | None = None, key: Any = None, per_route: bool = False
 ) -> RequestKeys:

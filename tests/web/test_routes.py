@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from django.core.exceptions import BadRequest as DjangoBadRequest
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from werkzeug.exceptions import BadRequest as FlaskBadRequest
 
@@ -328,6 +330,33 @@ def test_no_request_to_a_route_is_unlimited_by_accident(sites: Sites) -> None:
     whole = sites({"/own": limit("9/minute")}, "1/minute")
     missing = whole.statuses("/own", "/own", method="PATCH")
     assert missing == ([200, 429] if sites.framework.startswith("django") else [405, 429])
+
+
+class Between:
+    """A middleware between the limits of the application and the router."""
+
+    def __init__(self, app: Any, path: str | None) -> None:
+        self._app = app
+        self._path = path
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Rewrite the path; without one, fail as if the client closed the connection."""
+        if self._path is None:
+            raise asyncio.CancelledError
+        await self._app({**scope, "path": self._path}, receive, send)
+
+
+@pytest.mark.parametrize("sites", ["fastapi", "starlette"], indirect=True)
+def test_a_request_is_limited_wherever_it_is_sent_or_ends(sites: Sites) -> None:
+    """The route that serves a rewritten path charges it; an aborted request stays charged."""
+    rewritten = sites({"/own": limit("2/minute"), "/open": None}, "9/minute")
+    rewritten.app.user_middleware.append(Middleware(Between, "/own"))
+    assert rewritten.statuses(*["/open"] * 3) == [200, 200, 429]
+    aborted = sites({"/own": limit("9/minute")}, "1/minute")
+    aborted.app.user_middleware.append(Middleware(Between, None))
+    with pytest.raises(asyncio.CancelledError):
+        aborted.ask("/own")
+    assert aborted.statuses("/own") == [429]
 
 
 # ── Keys ───────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from socket import AF_INET, AF_INET6, inet_ntop
 from typing import Final, Literal, get_args
@@ -264,13 +264,11 @@ def _compiled(trusted_proxies: Sequence[str]) -> tuple[tuple[Network, ...], bool
 
 def _addresses(header: str, kind: ForwardedHeader) -> Iterator[Address | None]:
     """Yield the addresses of a header from the right; None for an element that is invalid."""
-    kept = header[-CHARACTERS_MAX:]
-    elements: Iterator[str] = islice(_from_the_right(kept), ELEMENTS_MAX)
-    if len(kept) < len(header):
-        # The leftmost element may have been cut in half.
-        elements = _all_but_the_last(elements)
+    if len(header) > CHARACTERS_MAX:
+        # Up to the first comma, an element may have been cut in half.
+        header = header[-CHARACTERS_MAX:].partition(",")[2]
     read = _forwarded_for if kind == "forwarded" else _node
-    for element in elements:
+    for element in islice(_from_the_right(header), ELEMENTS_MAX):
         if element and not element.isspace():  # a list may have empty elements
             yield read(element)
 
@@ -297,14 +295,6 @@ def _from_the_right(text: str) -> Iterator[str]:
             yield text[mark.end() : end]
             end = mark.start()
     yield text[:end]
-
-
-def _all_but_the_last(elements: Iterable[str]) -> Iterator[str]:
-    previous: str | None = None
-    for element in elements:
-        if previous is not None:
-            yield previous
-        previous = element
 
 
 def _forwarded_for(element: str) -> Address | None:

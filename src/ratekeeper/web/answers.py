@@ -61,17 +61,16 @@ __all__ = [
     "RawHeader",
     "Style",
     "allowed_headers",
+    "as_text",
     "capacity_answer",
     "denial_answer",
     "error_answer",
     "headers_beside",
     "headers_of",
     "invalid_request_answer",
-    "is_over_limit",
     "problem",
     "problem_answer",
     "problem_of",
-    "raw_headers_beside",
     "raw_headers_of",
     "retry_after_seconds_of",
     "status_of",
@@ -109,7 +108,7 @@ _LIMIT_HEADERS: Final = (
 )
 # From the raw form, which has lower-case names as ASGI requires.
 _NAMES: Final = {name.lower().encode(): name for name in (*_LIMIT_HEADERS, RETRY_AFTER, NODE)}
-_LOWER_LIMIT_HEADERS: Final = frozenset(name.lower() for name in _LIMIT_HEADERS)
+_LIMIT_NAMES: Final = frozenset(name.lower().encode() for name in _LIMIT_HEADERS)
 # The usual spellings of all these names, so that an ASGI response is searched without lower().
 SPELLINGS: Final = frozenset(
     spelling.encode() for name in _NAMES.values() for spelling in (name, name.lower(), name.title())
@@ -337,18 +336,22 @@ def _listed(items: Iterator[bytes]) -> RawHeader | None:
 def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> list[RawHeader]:
     """Return the headers of an answer as ASGI takes them: bytes, with lower-case names."""
     decision, applied, kind, _, _, _ = result
-    headers = allowed_headers(decision, applied, now_ns, style) if kind == "limited" else None
+    headers = None
+    if kind == "limited":
+        headers = allowed_headers(decision, applied, decision.decided_ns or now_ns, style)
     return _raw_headers_in_full(result, now_ns, style) if headers is None else headers
 
 
 def allowed_headers(
-    decision: Decision, applied: tuple[AppliedRule, ...], now_ns: int, style: Style
+    decision: Decision, applied: tuple[AppliedRule, ...], at_ns: int, style: Style
 ) -> list[RawHeader] | None:
-    """Return the headers of a request that limits allow, in the default style; else None."""
+    """Return the headers of a request that limits allow, in the default style; else None.
+
+    `at_ns` is the time of the decision.
+    """
     known = _known.get(applied) or _learn(applied)
     tightest = known.only or known.tightest(decision)
-    is_usual = decision.allowed and not decision.degraded and style.is_usual
-    if not is_usual or tightest is None:
+    if tightest is None or not style.is_usual or decision.degraded or not decision.allowed:
         return None
     remaining = b"%d" % decision.remaining
     after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS  # rounds up below
@@ -356,7 +359,7 @@ def allowed_headers(
     after = tightest.after
     if after_s != after[0]:
         after = tightest.after = after_s, b";t=%d" % after_s
-    reset_s = ((decision.decided_ns or now_ns) + after_ns) // NS_PER_SECOND
+    reset_s = (at_ns + after_ns) // NS_PER_SECOND
     reset = tightest.reset
     if reset_s != reset[0]:
         reset = tightest.reset = reset_s, (b"x-ratelimit-reset", b"%d" % reset_s)
@@ -439,8 +442,12 @@ def headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> list[
     `now_ns` is the Unix time, for a decision that no store made. Rules in shadow mode are not
     shown: they do not limit the client.
     """
-    raw = raw_headers_of(result, now_ns, style)
-    return [(_NAMES[name], value.decode("ascii")) for name, value in raw]
+    return as_text(raw_headers_of(result, now_ns, style))
+
+
+def as_text(headers: list[RawHeader]) -> list[Header]:
+    """Return headers of ours as text, with their usual names."""
+    return [(_NAMES[name], value.decode("ascii")) for name, value in headers]
 
 
 def retry_after_seconds_of(decision: Decision) -> int:
@@ -453,31 +460,18 @@ def _reset_seconds(decision: Decision, now_ns: int) -> int:
     return -(((decision.decided_ns or now_ns) + decision.reset_after_ns) // -NS_PER_SECOND)
 
 
-def raw_headers_beside(theirs: list[RawHeader], ours: list[RawHeader]) -> list[RawHeader]:
-    """Return those of our headers that an application does not send itself. See headers_beside."""
-    known = {name.decode("latin-1").lower() for name, _ in theirs}
-    if not known.isdisjoint(_LOWER_LIMIT_HEADERS):
-        return []
-    return [header for header in ours if header[0].decode("ascii") not in known]
-
-
-def headers_beside(names: Iterable[str], ours: list[Header]) -> list[Header]:
+def headers_beside(names: Iterable[bytes], ours: list[RawHeader]) -> list[RawHeader]:
     """Return those of our headers that a response with these `names` still needs.
 
     If the application sends any header about limits itself, none of ours is added.
     """
     known = {name.lower() for name in names}
-    if not known.isdisjoint(_LOWER_LIMIT_HEADERS):
+    if not known.isdisjoint(_LIMIT_NAMES):
         return []
-    return [header for header in ours if header[0].lower() not in known]
+    return [header for header in ours if header[0] not in known]
 
 
 # ── Statuses and bodies ────────────────────────────────────────────────────────────────────────
-
-
-def is_over_limit(result: CheckResult) -> bool:
-    """Return True if the gRPC answer is OVER_LIMIT rather than OK."""
-    return not result.decision.allowed
 
 
 def status_of(result: CheckResult) -> int:
@@ -561,8 +555,7 @@ def invalid_request_answer(error: ConfigError) -> HttpAnswer:
 
 def unavailable_answer(code: str, detail: str) -> HttpAnswer:
     """Return a 503 for a failure that may be over in a second, with Retry-After."""
-    name, value = _retry_after(UNAVAILABLE_SECONDS)
-    return problem_answer(problem(503, code, detail), [(_NAMES[name], value.decode("ascii"))])
+    return problem_answer(problem(503, code, detail), as_text([_retry_after(UNAVAILABLE_SECONDS)]))
 
 
 def error_answer(error: Exception) -> HttpAnswer | None:

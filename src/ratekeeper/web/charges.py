@@ -36,14 +36,20 @@ from ratekeeper.web.answers import (
     Header,
     HttpAnswer,
     allowed_headers,
+    as_text,
     headers_beside,
-    headers_of,
-    raw_headers_beside,
     raw_headers_of,
 )
 from ratekeeper.web.enforcer import PASSED, Charge, Enforcer, UncheckableRequest
 from ratekeeper.web.handlers import handled
-from ratekeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest, digest_of
+from ratekeeper.web.options import EnforcerOptions
+from ratekeeper.web.requests import (
+    AsgiRequest,
+    RoutedAsgiRequest,
+    WebRequest,
+    context_of,
+    digest_of,
+)
 
 # The keys of an ASGI scope or a WSGI environ: the last charge is for applications, all charges are
 # for limits further in.
@@ -52,6 +58,8 @@ CHARGE: Final = "ratekeeper.charge"
 CHARGES: Final = "ratekeeper.charges"
 # Leaves room for the "#2" of a route's second limit.
 _NAME_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
+# A client may choose the path of a mount, so the enforcers of longer paths are not remembered.
+_PLACE_LENGTH_MAX: Final = 256
 
 
 class RequestCharges:
@@ -116,7 +124,9 @@ class RequestCharges:
     def headers_beside(self, names: Iterable[str]) -> list[Header]:
         """Return the headers to add to a response that has headers of these names."""
         enforcer = self.enforcer
-        return headers_beside(names, headers_of(self.result, enforcer.now_ns(), enforcer.style))
+        ours = raw_headers_of(self.result, enforcer.now_ns(), enforcer.style)
+        theirs = [name.encode("latin-1", "replace") for name in names]
+        return as_text(headers_beside(theirs, ours))
 
     def fail(self, error: BaseException) -> None:
         """Note that the handler raised. That is a 500; a cancelled request has no status."""
@@ -308,7 +318,7 @@ class AsgiCharges(RequestCharges):
             theirs = list(theirs or ())
         for name, _ in theirs:
             if name in SPELLINGS:
-                ours = raw_headers_beside(theirs, ours)
+                ours = headers_beside([name for name, _ in theirs], ours)
                 break
         changed = dict(message)
         changed["headers"] = theirs + ours
@@ -408,6 +418,30 @@ def charges_of(scope: Scope) -> AsgiCharges:
         "a route has a limit, but no RateLimit is installed in the application that serves the "
         "request; install it: app.add_middleware(RateLimit, …), or in FastAPI RateLimit(app)"
     )
+
+
+def enforcer_of_route(
+    outer: Enforcer,
+    key: tuple[EnforcerOptions, str],
+    request: AsgiRequest,
+    name_of: Callable[[], str],
+) -> Enforcer:
+    """Return the enforcer of a route's own limits, which inherits from `outer`.
+
+    `key` has the options, and a text that differs between their counts on one route. `name_of`
+    returns the name of the count. It and the template are found once for each place of a route.
+    """
+    scope = request.scope
+    route, context = scope.get("route"), context_of(scope)
+    # By id, since routes are not hashable. They are kept alive, so that no id is reused.
+    root_path = scope.get("root_path") or ""
+    place = (*key, id(route), id(context), root_path)
+    enforcer = outer.known_route(place)
+    if enforcer is None:
+        enforcer = outer.route_enforcer(key[0], name_of(), request.route)
+        if len(root_path) <= _PLACE_LENGTH_MAX:
+            outer.remember_route(place, enforcer, alive=(route, context))
+    return enforcer
 
 
 async def _nothing() -> None:

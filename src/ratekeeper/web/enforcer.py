@@ -30,6 +30,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, Final, Self
 
 from ratekeeper.core.clock import Clock, clock_of, seconds_from_ns
@@ -280,8 +281,11 @@ class Enforcer:
     def _open(self) -> None:
         """Open the store: at the start, and when used after `close`."""
         options = self.options
-        # Enforcers of single routes, and for each the objects that its key refers to by id.
-        self._routes: dict[object, tuple[Self, object]] = {}
+        # The enforcers of single routes, by options and name.
+        self._routes: dict[tuple[EnforcerOptions, str], Self] = {}
+        # The same by the place of a route, each with the objects that the place has by id. A place
+        # may have a path that a client chose, so these are dropped apart from the enforcers.
+        self._places: dict[object, tuple[Self, object]] = {}
         # The templates of the routes that this enforcer is for; empty for a whole application.
         self._templates: dict[str, None] = {}
         self._endpoint = ANY_ENDPOINT
@@ -373,9 +377,10 @@ class Enforcer:
         """Close what this enforcer opened. Using it again opens it again."""
         # A request that arrives meanwhile opens others, so only the present ones are closed.
         limiters, store = [*self._limiters.values()], self.store
-        routes = {id(enforcer): enforcer for enforcer, _ in self._routes.values()}
+        routes = [*self._routes.values()]
         self._routes.clear()
-        for enforcer in routes.values():
+        self._places.clear()
+        for enforcer in routes:
             yield from enforcer.closing()
         if not self._is_open or self.options.limiter is not None:
             return
@@ -408,12 +413,12 @@ class Enforcer:
         """
         if not self._is_open:
             self._reopen()
-        found = self.known_route((options, name))
+        found = self._routes.get((options, name))
         if found is None:
             if options.key is None and self._keys.invented:
                 self._warn_about_key(name)
             found = type(self)(self._inherited(options, name), self._kind)
-            self.remember_route((options, name), found)
+            _keep(self._routes, (options, name), found)
         if route is not None and route not in found._templates:  # noqa: SLF001 - its own class
             found._note_route(route)  # noqa: SLF001 - the same
         return found
@@ -441,16 +446,14 @@ class Enforcer:
             for limiter in self._made():
                 limiter.endpoint = self._endpoint
 
-    def known_route(self, key: object) -> Self | None:
-        """Return the enforcer that `remember_route` kept under this key."""
-        found = self._routes.get(key)
+    def known_route(self, place: object) -> Self | None:
+        """Return the enforcer that `remember_route` kept for this place."""
+        found = self._places.get(place)
         return None if found is None else found[0]
 
-    def remember_route(self, key: object, enforcer: Self, alive: object = None) -> None:
-        """Keep a route's enforcer under a key; `alive` keeps objects that the key names by id."""
-        if len(self._routes) >= ROUTES_MAX:
-            self._routes.clear()
-        self._routes[key] = enforcer, alive
+    def remember_route(self, place: object, enforcer: Self, alive: object) -> None:
+        """Keep a route's enforcer for a place; `alive` keeps objects that the place has by id."""
+        _keep(self._places, place, (enforcer, alive))
 
     def _inherited(self, options: EnforcerOptions, name: str) -> EnforcerOptions:
         own = self.options
@@ -491,24 +494,18 @@ class Enforcer:
 
     def _charge_at_once(self, limiters: Limiters) -> Callable[[Any], Charge]:
         """Return a closure, because it reads no attribute of this object: half the time."""
-        units, limiter, has_rules = self.units, limiters.of(Limiter), self._has_rules
-        decide = limiter.evaluate if has_rules else limiter.check
+        units, limiter = self.units, limiters.of(Limiter)
+        check, evaluate = limiter.check, limiter.evaluate
         is_settled = not self.counts_outcomes
 
         def charge(key: Any) -> Charge:
-            decision = result = decide(key, units)
-            if has_rules:
-                return Charge(result.decision, key, units, self, limiters, result, is_settled)
-            return Charge(decision, key, units, self, limiters, None, is_settled)
+            return Charge(check(key, units), key, units, self, limiters, None, is_settled)
 
-        return charge
+        def charge_by_rules(key: Any) -> Charge:
+            result = evaluate(key, units)
+            return Charge(result.decision, key, units, self, limiters, result, is_settled)
 
-    def _charged(
-        self, found: Any, key: Key | Request, units: int, limiters: Limiters | None
-    ) -> Charge:
-        # Without rules, a result is made of the decision if it is needed: `Charge.result`.
-        decision, result = (found.decision, found) if self._has_rules else (found, None)
-        return Charge(decision, key, units, self, limiters, result, not self.counts_outcomes)
+        return charge_by_rules if self._has_rules else charge
 
     def _charging(self, request: WebRequest) -> Steps[Charge]:
         """Charge a request, and wait as long as a leaky bucket demands."""
@@ -529,14 +526,14 @@ class Enforcer:
         if self._cost is not None:
             units = yield from _value("cost", self._cost(request))
         try:
-            if self._has_rules:
-                found = yield Call(limiters.ask, lambda each: each.evaluate(key, units))
-            else:
-                found = yield Call(limiters.ask, lambda each: each.check(key, units))
+            verb = methodcaller("evaluate" if self._has_rules else "check", key, units)
+            found = yield Call(limiters.ask, verb)
         except (CapacityError, ConfigError) as error:
             look = yield from self._looking(limiters, key)
             raise UncheckableRequest(error, look) from error
-        charge = self._charged(found, key, units, limiters)
+        # Without rules, a result is made of the decision if it is needed: `Charge.result`.
+        decision, result = (found.decision, found) if self._has_rules else (found, None)
+        charge = Charge(decision, key, units, self, limiters, result, not self.counts_outcomes)
         return (yield from self._delaying(charge)) if charge.decision.delay_ns else charge
 
     def _looking(self, limiters: Limiters, key: Key | Request) -> Steps[Charge | None]:
@@ -639,6 +636,12 @@ class Enforcer:
             denials.note(charge.result, charge.key)
         elif charge.limiters is not None:
             charge.limiters.any.log_denial(charge.key, charge.decision)
+
+
+def _keep(routes: dict[Any, Any], key: object, value: object) -> None:
+    if len(routes) >= ROUTES_MAX:
+        routes.clear()
+    routes[key] = value
 
 
 def _settle(charge: Charge, charged: int, wanted: int, limiter: Any) -> Any:

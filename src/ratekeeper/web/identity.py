@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request, request_field_like
@@ -68,8 +68,6 @@ KeySource = IdentitySource | Sequence[IdentitySource] | Callable[[WebRequest], A
 
 FIELDS_MAX: Final = 64
 SOURCES_MAX: Final = 16
-# Compiled lists of sources that are cached. An application has at most one for each route.
-COMPILED_MAX: Final = 1_024
 # A longer path is digested, so that it fits into a key.
 ROUTE_LENGTH_MAX: Final = 200
 # Peers whose keys are cached, about 2 MB. All are dropped when there are more.
@@ -145,12 +143,11 @@ class Identity:
         self._addresses = ClientAddresses(
             trusted_proxies, ipv6_prefix=ipv6_prefix, forwarded=forwarded
         )
-        self._compiled: dict[object, tuple[CompiledSource, ...]] = {}
         self._fields: _Fields = []
         self._attributes: _Fields = []
         for name, sources in _checked_fields(fields).items():
             kept = self._fields if name in REQUEST_FIELDS else self._attributes
-            kept.append((name, self._compile_all(sources, name)))
+            kept.append((name, self.compiled(sources, name)))
 
     @property
     def trusts_proxies(self) -> bool:
@@ -195,27 +192,13 @@ class Identity:
     ) -> tuple[str, str]:
         """Return the first source that finds a value, and the value; or ("anonymous", "*").
 
-        The source is part of the key, so that a header cannot imitate another client's cookie.
+        The source is part of the key, so that a header cannot imitate another client's cookie. Each
+        call compiles the sources.
         """
         return first_found(self.compiled(sources), request)
 
-    def compiled(
-        self, sources: IdentitySource | Sequence[IdentitySource]
-    ) -> tuple[CompiledSource, ...]:
-        """Check and compile sources; the result is cached."""
-        key = tuple(sources) if isinstance(sources, list) else sources
-        try:
-            known = self._compiled.get(key)
-        except TypeError:  # a function that is not hashable
-            return self._compile_all(sources, "key")
-        if known is None:
-            known = self._compile_all(sources, "key")
-            if len(self._compiled) >= COMPILED_MAX:
-                self._compiled.clear()
-            self._compiled[key] = known
-        return known
-
-    def _compile_all(self, sources: object, what: str) -> tuple[CompiledSource, ...]:
+    def compiled(self, sources: object, what: str = "key") -> tuple[CompiledSource, ...]:
+        """Check and compile sources; `what` names them in errors."""
         each: Sequence[object] = sources if isinstance(sources, list | tuple) else (sources,)
         if not 1 <= len(each) <= SOURCES_MAX:
             raise ConfigError(
@@ -320,9 +303,8 @@ class RequestKeys:
         self._has_rules = has_rules
         self._per_route = per_route
         self._as_request = key is None and has_rules
-        self._sources = identity.compiled(
-            "address" if key is None or self.hook is not None else cast("IdentitySource", key)
-        )
+        is_given = key is not None and self.hook is None
+        self._sources = identity.compiled(key if is_given else "address")
         self.invented = tuple(
             label for label, _, _ in self._sources if label.partition(":")[0] in _INVENTED
         )

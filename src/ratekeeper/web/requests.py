@@ -266,14 +266,14 @@ def template_of(routes: Iterable[Any], scope: Mapping[str, Any]) -> str | None:
     return None if found is None else _mounted_at(scope) + found
 
 
-def _context_of(scope: Mapping[str, Any]) -> Any:
+def context_of(scope: Mapping[str, Any]) -> Any:
     """Return where FastAPI has included the route; recent versions keep included routers whole."""
     found = scope.get("fastapi")
     return found.get("effective_route_context") if isinstance(found, dict) else None
 
 
 def _routed_template(scope: Mapping[str, Any]) -> str | None:
-    route, context = scope.get("route"), _context_of(scope)  # only the context knows the full path
+    route, context = scope.get("route"), context_of(scope)  # only the context knows the full path
     if context is None and hasattr(route, "routes"):
         # The last match is a mount, which stands for many endpoints.
         return None
@@ -283,23 +283,32 @@ def _routed_template(scope: Mapping[str, Any]) -> str | None:
     return _mounted_at(scope) + template
 
 
-def _template(routes: Iterable[Any], scope: Mapping[str, Any], depth: int) -> str | None:
-    """Return the template of the first full match, or of the first match but for the method."""
+def _template(
+    routes: Iterable[Any], scope: Mapping[str, Any], depth: int, until: str | None = None
+) -> str | None:
+    """Return the template of the first full match, or of the first match but for the method.
+
+    With `until`, return that of the mounts which lead to this `root_path`.
+    """
     partial: tuple[Any, Mapping[str, Any]] | None = None
     for route in _flat(routes, depth):
         match, child = route.matches(scope)
         if match.value == _FULL_MATCH:
-            return _innermost(route, {**scope, **child}, depth)
+            return _innermost(route, {**scope, **child}, depth, until)
         if match.value != _NO_MATCH and partial is None:
             partial = route, child
-    return None if partial is None else _innermost(partial[0], {**scope, **partial[1]}, depth)
+    return (
+        None if partial is None else _innermost(partial[0], {**scope, **partial[1]}, depth, until)
+    )
 
 
-def _innermost(route: Any, scope: Mapping[str, Any], depth: int) -> str | None:
-    path = getattr(route, "path", "")  # a Host has no path
+def _innermost(route: Any, scope: Mapping[str, Any], depth: int, until: str | None) -> str | None:
+    path: str = getattr(route, "path", "")  # a Host has no path
+    if until is not None and scope["root_path"] == until:
+        return path
     if not hasattr(route, "routes"):
-        return path if isinstance(path, str) and path else None
-    inner = _template(_routes_below(route), scope, depth - 1) if depth else None
+        return path if isinstance(path, str) and path and until is None else None
+    inner = _template(_routes_below(route), scope, depth - 1, until) if depth else None
     return None if inner is None else f"{path}{inner}"
 
 
@@ -325,26 +334,9 @@ def mount_template_of(scope: Mapping[str, Any]) -> str | None:
         return None
     try:
         outside = {**scope, "root_path": scope["app_root_path"], "path_params": {}}
-        return _matched_mounts(routes, outside, scope["root_path"], DEPTH_MAX)
+        return _template(routes, outside, DEPTH_MAX, until=scope["root_path"])
     except Exception:  # a route may be any object; then the path is used
         return None
-
-
-def _matched_mounts(
-    routes: Iterable[Any], scope: Mapping[str, Any], root_path: str, depth: int
-) -> str | None:
-    for route in _flat(routes, depth):
-        match, child = route.matches(scope)
-        if match.value != _FULL_MATCH:
-            continue
-        path: str = getattr(route, "path", "")  # a Host has no path
-        inside = {**scope, **child}
-        if inside["root_path"] == root_path:
-            return path
-        below = _routes_below(route)
-        inner = _matched_mounts(below, inside, root_path, depth - 1) if depth else None
-        return None if inner is None else f"{path}{inner}"
-    return None
 
 
 def routes_in(app: Any) -> list[Any] | None:

@@ -27,7 +27,6 @@ from ratekeeper.web.answers import (
     capacity_answer,
     denial_answer,
     invalid_request_answer,
-    is_over_limit,
     raw_headers_of,
 )
 
@@ -64,7 +63,7 @@ def reply_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> bytes:
     refusal = _failure_of(outcomes)
     if refusal is None:
         result = merged([each for each in outcomes if isinstance(each, CheckResult)])
-        if not is_over_limit(result):
+        if result.decision.allowed:
             headers = raw_headers_of(result, now_ns, style)
             return wire.rate_limit_response(OK, statuses, headers)
         refusal = denial_answer(result, now_ns, style)

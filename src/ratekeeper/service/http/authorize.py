@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, Final
@@ -44,7 +44,7 @@ from ratekeeper.service.http.context import (
     token_reply,
 )
 from ratekeeper.service.http.tokens import TokenRejection
-from ratekeeper.web.requests import AsgiRequest, WebRequest, peer_of, query_field
+from ratekeeper.web.requests import AsgiRequest, query_field
 
 URI_LENGTH_MAX: Final = 16_384
 TOKEN_HEADER: Final = b"x-ratekeeper-token"
@@ -55,53 +55,27 @@ _OPTIONS: Final = ("denied", "hold")
 _SECONDS: Final = re.compile(r"[0-9]{1,2}(?:\.[0-9]{1,3})?")
 
 
-class ForwardedRequest:
+class ForwardedRequest(AsgiRequest):
     """The request of a gateway's client: the headers that arrived, and the URI they name."""
 
-    __slots__ = (
-        "_call",
-        "_query",
-        "address_of",
-        "method",
-        "native",
-        "path",
-        "peer",
-        "route",
-        "session",
-    )
+    __slots__ = ("_query", "method", "path")
+
+    method: str
+    path: str
+    # Those of the gateway's own request say nothing about the client's.
+    route: str | None = None
+    session: Mapping[str, Any] | None = None
 
     def __init__(self, scope: Any, method: str, uri: str) -> None:
-        self._call = AsgiRequest(scope)
+        super().__init__(scope)
         self.method = method
         path, _, self._query = uri.partition("?")
         # A request has no fragment: a server that gets a # serves it as a part of the path.
         self.path = path.replace("#", "%23")
-        self.native = scope
-        self.peer = self._call.peer
-        self.route: str | None = None
-        self.session: Mapping[str, Any] | None = None
-        self.address_of: Callable[[WebRequest], str | None] = peer_of
-
-    @property
-    def address(self) -> str | None:
-        """The client's address, if the gateway is a trusted proxy."""
-        return self.address_of(self)
-
-    def header(self, name: str) -> str | None:
-        """Return a header of the client."""
-        return self._call.header(name)
-
-    def lines(self, name: str) -> list[str]:
-        """Return every line of a header of the client."""
-        return self._call.lines(name)
 
     def query(self, name: str) -> str | None:
         """Return a field of the client's query."""
         return query_field(self._query, name) if self._query else None
-
-    def cookie(self, name: str) -> str | None:
-        """Return a cookie of the client."""
-        return self._call.cookie(name)
 
 
 def routes(context: ServiceContext) -> Routes:
