@@ -13,9 +13,6 @@ VERSION_OF = -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 PYTEST := $(BIN)/pytest --numprocesses=4 --dist=worksteal
 C_SOURCES := $(wildcard src/ratekeeper/decide/kernel/*.[ch] src/ratekeeper/service/grpc/*.[ch])
 
-# Hundreds of tests start a Python process. Without cached bytecode, each would compile the package.
-unexport PYTHONDONTWRITEBYTECODE
-
 .DEFAULT_GOAL := help
 .PHONY: help run check unit test lint bytecode bench docs fuzz mutants release clean
 

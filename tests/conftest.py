@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -46,6 +47,11 @@ settings.register_profile(
 )
 # `pytest --hypothesis-profile=thorough` takes an hour.
 settings.register_profile("thorough", settings.get_profile("ratekeeper"), max_examples=2_000)
+
+# Hundreds of tests start a Python process. Without cached bytecode, each would compile the package,
+# and each worker of xdist would compile all tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The modules and the tests live until the end: nothing is garbage before the first test runs.
 gc.disable()

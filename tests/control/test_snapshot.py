@@ -189,7 +189,7 @@ def test_a_killed_writer_leaves_a_complete_snapshot(path: Path) -> None:
     """After SIGKILL at any moment, the file holds the last saved version or the next."""
     chance = random.Random(5)
     last = 0
-    for _ in range(12):
+    for _ in range(8):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path), str(last)], stdout=subprocess.PIPE, text=True
         )

@@ -161,7 +161,7 @@ async def measured(
     changes: int,
     seconds_max: float,
 ) -> None:
-    """Make changes one by one; 99 of 100 must be in force on all nodes in time.
+    """Make changes one by one; each must be in force on all nodes in time.
 
     A second attempt is allowed, because the machine may be busy for seconds.
     """
@@ -191,7 +191,7 @@ async def test_push_on_postgresql() -> None:
     async with editing(url) as editor:
         with fleet(rules=url, poll=NEVER_S) as nodes:
             await measured(
-                "push, PostgreSQL", editor.change, nodes, changes=20, seconds_max=PUSH_S_MAX
+                "push, PostgreSQL", editor.change, nodes, changes=10, seconds_max=PUSH_S_MAX
             )
 
 
@@ -210,7 +210,7 @@ async def test_push_through_redis(kind: str, tmp_path: Path) -> None:
 
         with fleet(rules=url, store=uri, poll=NEVER_S) as nodes:
             await measured(
-                f"push, Redis ({kind})", change, nodes, changes=20, seconds_max=PUSH_S_MAX
+                f"push, Redis ({kind})", change, nodes, changes=10, seconds_max=PUSH_S_MAX
             )
     store.close()
 
@@ -247,7 +247,7 @@ async def test_polling_without_push(tmp_path: Path) -> None:
     async with editing(url) as editor:
         with fleet(rules=url, poll=0.2) as nodes:
             await measured(
-                "polling every 0.2 s, SQLite", editor.change, nodes, changes=10, seconds_max=1.2
+                "polling every 0.2 s, SQLite", editor.change, nodes, changes=5, seconds_max=1.2
             )
 
 
@@ -261,7 +261,7 @@ async def test_polling_when_notifications_are_lost() -> None:
     async with editing(url) as editor:
         with fleet(rules=url, poll=0.2) as nodes:
             await measured(
-                "polling every 0.2 s, PostgreSQL", editor.change, nodes, changes=10, seconds_max=1.2
+                "polling every 0.2 s, PostgreSQL", editor.change, nodes, changes=5, seconds_max=1.2
             )
 
 
@@ -340,7 +340,7 @@ async def test_changes_under_load() -> None:
         node = FollowingNode(rules=url, poll=NEVER_S, threads=2)
         try:
             await asyncio.to_thread(node.await_number, 1)
-            for _ in range(30):
+            for _ in range(15):
                 number = await editor.change()
                 await asyncio.to_thread(node.await_number, number)
         except BaseException:
@@ -385,7 +385,7 @@ async def test_a_killed_node_leaves_a_complete_snapshot(tmp_path: Path) -> None:
     away = f"postgresql://{HOST}:{free_port()}/rules"
     chance = random.Random(7)
     async with editing(url) as editor:
-        for _ in range(6):
+        for _ in range(2):
             node = FollowingNode(rules=url, snapshot=place, poll=0.05)
             try:
                 await asyncio.to_thread(node.await_line, "anything", bool)

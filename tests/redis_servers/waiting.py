@@ -10,8 +10,11 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
-# Short compared with every wait here: a start takes 20 ms, a promotion seconds.
+# Short compared with every wait here: a start takes 20 ms, a promotion seconds. A condition that
+# asks a service costs both processes time, so the pauses grow with the time waited so far.
 _PAUSE_SECONDS = 0.003
+_PAUSE_SECONDS_MAX = 0.03
+_PAUSES_PER_WAIT = 30
 _STOPPED_SECONDS_MAX = 20.0
 # This event is never set. Waiting for it is the pause, which a signal still interrupts.
 _NEVER = Event()
@@ -44,9 +47,10 @@ def until(
 
     `what` describes the condition and `seen` returns the state seen instead, both for the error.
     """
-    deadline = time.monotonic() + timeout_seconds
+    began = time.monotonic()
     while not (found := condition()):
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - began
+        if waited >= timeout_seconds:
             raise NotInTime(f"waited {timeout_seconds:g} s for this: {what}. {seen()}".rstrip())
-        _NEVER.wait(_PAUSE_SECONDS)
+        _NEVER.wait(min(max(waited / _PAUSES_PER_WAIT, _PAUSE_SECONDS), _PAUSE_SECONDS_MAX))
     return found
