@@ -36,6 +36,8 @@ class Wire:
 
     def submit(self, payload: bytes, _discarded: int = 0, reply: Any = None) -> Any:
         self.calls.append((payload, reply))
+        if not self.connected:
+            reply.watch()
         return reply
 
     def answer(self, *replies: Any) -> None:

@@ -172,9 +172,13 @@ CELL: Final = _script_named("cell", reply=list)
 MARKS: Final = _script_named("marks")
 
 
+# The stub of hiredis takes no tuples.
+_packed: Final = cast("Callable[[tuple[str | bytes | int, ...]], bytes]", pack_command)
+
+
 def pack(*parts: str | bytes | int) -> bytes:
     """Return the bytes of one command in the Redis protocol."""
-    return cast("bytes", pack_command(parts))  # type: ignore[arg-type]  # its stub takes no tuples
+    return _packed(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,7 @@ class ScriptCall:
     def by_sha(self) -> bytes:
         """Return the command that names the script."""
         keys = (self.key, *self.more_keys)
-        return pack("EVALSHA", self.script.sha, len(keys), *keys, *self.arguments)
+        return _packed(("EVALSHA", self.script.sha, len(keys), *keys, *self.arguments))
 
     def by_text(self) -> bytes:
         """Return the command that contains the script, for a server that does not know it yet."""
@@ -260,7 +264,7 @@ class RuleScripts:
         """Return the key and the command of `batch_call` for one check by the server's clock."""
         keys, gate = self.place(subject)
         cost = min(cost, _COST_MAX)
-        return keys[0], pack("EVALSHA", self.script.sha, len(keys), *keys, gate, cost)
+        return keys[0], _packed(("EVALSHA", self.script.sha, len(keys), *keys, gate, cost))
 
     def peek(self, subject: str, cost: int, now: ScriptTime) -> ScriptCall:
         """Return the call that decides as `check` would, and spends nothing."""
