@@ -241,7 +241,7 @@ async def _completed(parts: Sequence[Any]) -> list[Any]:
 
 def _all_done(futures: Sequence[asyncio.Future[Any]]) -> asyncio.Future[None]:
     """Return a future that is done when all of these are. `asyncio.wait` takes twice as long."""
-    waiter = asyncio.get_running_loop().create_future()
+    waiter = futures[0].get_loop().create_future()
     left = len(futures)
 
     def arrived(_: asyncio.Future[Any]) -> None:

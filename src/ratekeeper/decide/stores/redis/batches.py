@@ -84,7 +84,8 @@ class Batcher:
 
         A caller that is cancelled gets no charges back. The decider undoes what it has charged.
         """
-        loop = asyncio.get_running_loop()
+        # Asking for the running loop costs a system call (getpid).
+        loop = self._driver.loop or asyncio.get_running_loop()
         group.future = future = loop.create_future()
         waiting = self._waiting
         if len(waiting) + self.in_flight >= PENDING_MAX:
