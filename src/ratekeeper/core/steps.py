@@ -219,7 +219,7 @@ async def _together(
     if alone:
         return await _completed(parts)
     try:
-        await asyncio.wait(_futures(parts))
+        await _all_done(_futures(parts))
     except asyncio.CancelledError:
         step.cancelled = True
         _keep(asyncio.ensure_future(_driven(steps, parts)))
@@ -235,8 +235,24 @@ async def _completed(parts: Sequence[Any]) -> list[Any]:
     """
     while not all(each.done() for each in _futures(parts)):
         with suppress(asyncio.CancelledError):
-            await asyncio.wait(_futures(parts))
+            await _all_done(_futures(parts))
     return [_outcome(each) for each in parts]
+
+
+def _all_done(futures: Sequence[asyncio.Future[Any]]) -> asyncio.Future[None]:
+    """Return a future that is done when all of these are. `asyncio.wait` takes twice as long."""
+    waiter = futures[0].get_loop().create_future()
+    left = len(futures)
+
+    def arrived(_: asyncio.Future[Any]) -> None:
+        nonlocal left
+        left -= 1
+        if not left and not waiter.done():
+            waiter.set_result(None)
+
+    for each in futures:
+        each.add_done_callback(arrived)
+    return waiter
 
 
 def _futures(parts: Sequence[Any]) -> list[asyncio.Future[Any]]:

@@ -214,7 +214,8 @@ class _Decision:
         calls += [Call(self._charges[at][0].peek, *self._charges[at][1:]) for at in looks]
         for group in groups:  # until the answers are there, any of them may have been charged
             self.made.append(group)
-            self.answers |= dict.fromkeys(group.places, _NO_ANSWER)
+            for at in group.places:
+                self.answers[at] = _NO_ANSWER
         batch = Together(calls, completes=True)
         results = yield batch
         self.cancelled |= batch.cancelled

@@ -36,6 +36,8 @@ class Wire:
 
     def submit(self, payload: bytes, _discarded: int = 0, reply: Any = None) -> Any:
         self.calls.append((payload, reply))
+        if not self.connected:
+            reply.watch()
         return reply
 
     def answer(self, *replies: Any) -> None:
@@ -127,6 +129,20 @@ async def test_without_coalescing_each_group_is_a_call() -> None:
     assert len(store.wire.calls) == 3
     store.wire.answer(ALLOWED, ALLOWED, ALLOWED)
     assert all(await asyncio.gather(*checks))
+
+
+async def test_in_a_cluster_only_equal_checks_wait_for_each_other() -> None:
+    """The first of a turn leaves at once, as all others do; the rest are one charge."""
+    store = Store("redis+cluster://localhost")
+    first = await store.busy()
+    checks = [store.check(subject) for subject in ("a", "b", "hot", "hot", "hot")]
+    await asyncio.sleep(0)
+    assert len(store.wire.calls) == 4
+    await turn()
+    assert len(store.wire.calls) == 5
+    store.wire.answer(*[ALLOWED] * 4, [*ALLOWED, 2])
+    assert all(await asyncio.gather(first, *checks))
+    assert store.driver.batches.coalesced == 2
 
 
 async def test_equal_checks_are_one_charge() -> None:

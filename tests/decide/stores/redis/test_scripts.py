@@ -9,7 +9,11 @@ from typing import cast
 
 import pytest
 
+from ratekeeper import Limit
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.model import UNITS_MAX, AlgorithmName
 from ratekeeper.decide.stores.redis import scripts
+from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import (
     CELL,
     CHANGE,
@@ -17,7 +21,11 @@ from ratekeeper.decide.stores.redis.scripts import (
     LEASES,
     LOGS,
     MARKS,
+    SERVER_TIME,
     LuaScript,
+    RuleScripts,
+    ScriptCharge,
+    batch_call,
 )
 from tests.redis_servers import Single, running
 
@@ -96,3 +104,16 @@ def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> No
 def test_a_script_is_small_enough(script: LuaScript) -> None:
     """Redis accepts at most 16 KiB in one argument from a client that is not logged in."""
     assert len(script.text) < 16_384
+
+
+@pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_window_log"])
+@pytest.mark.parametrize("spend", [True, False])
+@pytest.mark.parametrize("cost", [0, 1, 12_345, UNITS_MAX])
+def test_the_command_of_one_check_is_that_of_its_batch(
+    algorithm: AlgorithmName, cost: int, *, spend: bool
+) -> None:
+    """Byte for byte; it is written without making the call."""
+    limits = (Limit(5, per=60, algorithm=algorithm),)
+    rule = RuleScripts(limits, "rule", parse("redis://localhost"), SystemClock())
+    call = batch_call([[ScriptCharge(rule, "user:42", cost)]], SERVER_TIME, spend=spend)
+    assert rule.check_command("user:42", cost, spend=spend) == (call.key, call.by_sha())

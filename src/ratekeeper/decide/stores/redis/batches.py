@@ -11,7 +11,8 @@ costs nothing. A request of several charges that is cancelled later gets them ba
 stays charged.
 
 In a cluster, only equal checks share a call: a script can only use keys of one slot, and while a
-slot moves, its keys are on two servers. Other groups still leave in one write.
+slot moves, its keys are on two servers. So a group waits for the end of the turn only if one with
+its subject has left in this turn. A connection sends all calls of a turn in one write, anyway.
 
 Threads have no batches. A thread that waits for another is woken by a lock, which takes as long as
 the call that it would save.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine, Hashable, Iterable
+from collections.abc import Coroutine, Hashable, Iterable
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,37 +50,42 @@ _LOOP_ENDED: Final = (
 class Batcher:
     """The groups that wait or are in flight on one event loop."""
 
-    __slots__ = ("_coalesces", "_driver", "_tasks", "_waiting", "coalesced", "in_flight")
+    __slots__ = (
+        *("_clustered", "_coalesces", "_driver", "_left", "_tasks", "_waiting"),
+        *("coalesced", "in_flight"),
+    )
 
     def __init__(self, driver: AsyncioDriver) -> None:
         self._driver = driver
         self._coalesces = driver.servers.config.coalesce
+        self._clustered = driver.servers.clustered
         self._waiting: list[CheckGroup] = []
+        # In a cluster: the first subjects of the groups that have left in this turn.
+        self._left: set[str] = set()
         self.in_flight = 0
         # asyncio itself keeps no reference to a task.
         self._tasks: set[asyncio.Task[Any]] = set()
         # Number of checks that shared a call with others.
         self.coalesced = 0
 
-    def decide(self, group: CheckGroup) -> Awaitable[Any]:
-        """Return the awaitable of the answer to a group."""
-        # The decider undoes what it has charged. Its calls are not cancelled.
-        return self._submit(group) if group.raises else self._decide_several(group)
-
-    async def _decide_several(self, group: CheckGroup) -> Any:
+    async def decide(self, group: CheckGroup) -> Any:
         """Await the answer. If the caller is cancelled and the answer is there, undo the charges.
 
         If it is not there, they are undone when it comes.
         """
         try:
-            return await self._submit(group)
+            return await self.submit(group)
         except asyncio.CancelledError:
             self.undo(group)
             raise
 
-    def _submit(self, group: CheckGroup) -> asyncio.Future[Any]:
-        """Send a group now or at the end of this turn; return the future of its answer."""
-        loop = asyncio.get_running_loop()
+    def submit(self, group: CheckGroup) -> asyncio.Future[Any]:
+        """Send a group now or at the end of this turn; return the future of its answer.
+
+        A caller that is cancelled gets no charges back. The decider undoes what it has charged.
+        """
+        # Asking for the running loop costs a system call (getpid).
+        loop = self._driver.loop or asyncio.get_running_loop()
         group.future = future = loop.create_future()
         waiting = self._waiting
         if len(waiting) + self.in_flight >= PENDING_MAX:
@@ -88,20 +94,26 @@ class Batcher:
         elif not self._coalesces or not (waiting or self.in_flight):
             self._send([[group]], len(group.charges))
         else:
-            if not waiting:
+            left = self._left
+            if not (waiting or left):
                 loop.call_soon(self._flush)
-            waiting.append(group)
+            subject = group.charges[0].subject
+            if not self._clustered or subject in left:
+                waiting.append(group)
+            else:
+                left.add(subject)
+                self._send([[group]], len(group.charges))
         return future
 
     def _flush(self) -> None:
         """Send the groups of this turn, without those whose callers are cancelled by now."""
         waiting, self._waiting = self._waiting, []
-        clustered = self._driver.servers.clustered
+        self._left.clear()
         lanes: dict[Hashable, dict[Hashable, list[CheckGroup]]] = {}
         for group in waiting:
             if group.future.done():
                 continue
-            lane = lanes.setdefault(group.lane(clustered=clustered), {})
+            lane = lanes.setdefault(group.lane(clustered=self._clustered), {})
             equal = lane.setdefault(group.equal, [])
             equal.append(group)
             if len(equal) == EQUAL_MAX:
@@ -131,11 +143,9 @@ class Batcher:
                 call = batch.call()
                 key, payload = call.key, call.by_sha()
             connection = driver.connection_of(key)
-            if not connection.connected:
-                if batch.checks > 1:
-                    self._send_each(batch, groups)
-                    return
-                batch.watch()
+            if batch.checks > 1 and not connection.connected:
+                self._send_each(batch, groups)
+                return
             connection.submit(payload, 0, batch)
         except Exception as error:  # every caller must see a defect, too
             batch.set_exception(error)
@@ -218,7 +228,7 @@ class SharedCall:
         return first.call_of(charges)
 
     def watch(self) -> None:
-        """Drop the call if its caller is cancelled: it has not left yet."""
+        """Drop the call if its caller is cancelled before there is a connection."""
         group = self._groups[0][0]
         if group.alone:
             group.future.add_done_callback(self._caller_done)

@@ -370,9 +370,9 @@ class BlockingConnection:
         self._socket.settimeout(deadline_ns / NS_PER_SECOND)
         self._deadline_ns = deadline_ns
 
-    def stale(self) -> bool:
+    def readable(self) -> bool:
         """Return True if the server has closed it or sent anything while it was idle."""
-        return time.monotonic_ns() - self.used_ns > _FRESH_NS and bool(self._poll.poll(0))
+        return bool(self._poll.poll(0))
 
     def close(self) -> None:
         """Close the socket."""
@@ -429,6 +429,7 @@ class ConnectionPool(ServerEndpoint):
         # no thread before it is needed.
         self._dialer = ThreadPoolExecutor(DIALS_MAX, "ratekeeper-redis")
         self._idle: deque[BlockingConnection] = deque()
+        self._idle_max = IDLE_MAX
 
     def exchange(self, payload: bytes, replies: int, deadline_ns: int) -> list[Any]:
         """Send commands and return their replies. Raises NotSent if nothing was sent."""
@@ -450,7 +451,9 @@ class ConnectionPool(ServerEndpoint):
                 breaker.seconds.note(deadline_ns, replies)
             raise
         breaker.seconds.note(connection.used_ns - connection.began_ns, replies)
-        self._give_back(connection)
+        self._idle.append(connection)
+        if len(self._idle) > self._idle_max:
+            self._drop_idle()
         if breaker.counting:
             breaker.succeeded()
         return found
@@ -462,14 +465,10 @@ class ConnectionPool(ServerEndpoint):
                 connection = self._idle.pop()
             except IndexError:
                 return None
-            if not connection.stale():
+            idle_ns = time.monotonic_ns() - connection.used_ns
+            if idle_ns <= _FRESH_NS or not connection.readable():
                 return connection
             connection.close()
-
-    def _give_back(self, connection: BlockingConnection) -> None:
-        self._idle.append(connection)
-        if len(self._idle) > IDLE_MAX or self._closed:
-            self._drop_idle(0 if self._closed else IDLE_MAX)
 
     def _dial(self, deadline_ns: int) -> BlockingConnection:
         """Return a new connection. Another thread makes it: it may take longer than the call."""
@@ -516,10 +515,11 @@ class ConnectionPool(ServerEndpoint):
 
     def _keep(self, dialing: Future[BlockingConnection]) -> None:
         if not dialing.cancelled() and dialing.exception() is None:
-            self._give_back(dialing.result())
+            self._idle.append(dialing.result())
+            self._drop_idle()
 
-    def _drop_idle(self, keep: int) -> None:
-        while len(self._idle) > keep:
+    def _drop_idle(self) -> None:
+        while len(self._idle) > self._idle_max:
             try:
                 self._idle.popleft().close()
             except IndexError:
@@ -528,7 +528,8 @@ class ConnectionPool(ServerEndpoint):
     def retire(self) -> None:
         """Close idle connections now, and those in use when they are given back."""
         self._closed = True
-        self._drop_idle(0)
+        self._idle_max = 0
+        self._drop_idle()
 
     def close(self) -> None:
         """Retire the pool; calls that wait for a connection fail."""
@@ -586,7 +587,7 @@ class PipelineProtocol(asyncio.Protocol):
     def submit(self, payload: bytes, discarded: int = 0, reply: Any = None) -> ReplyFuture:
         """Send a call; return the future of its last reply, after `discarded` other replies.
 
-        `reply` is the future, or has its methods.
+        `reply` is a SharedCall, in place of the future.
         """
         pending, buffer, transport = self._pending, self._buffer, self._transport
         if transport is None:
@@ -796,7 +797,11 @@ class PipelinedConnection(ServerEndpoint):
             raise NotSent(f"{PENDING_MAX:,} calls wait for a connection to {self.address}")
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
-        future = reply or self._loop.create_future()
+        if reply is None:
+            future = self._loop.create_future()
+        else:
+            future = reply
+            reply.watch()
         sending = self._send_when_connected(self._connecting, payload, discarded, future)
         task = self._loop.create_task(sending)
         self._waiting.add(task)

@@ -122,9 +122,10 @@ class CheckGroup:
 
     def command(self) -> tuple[bytes, bytes]:
         """Return the key of the call, and the bytes to send."""
-        if self.alone and self._plain and self.moment is SERVER_NOW:  # without making the call
+        if len(self.charges) == 1 and self.moment is SERVER_NOW and self.leases is None:
+            # Without making the call. Alone in its group, a charge may as well be optional.
             scripts, subject, cost, *_ = self.charges[0]
-            return scripts.check_command(subject, cost)
+            return scripts.check_command(subject, cost, spend=not self._looks)
         call = batch_call([self.charges], self.moment[0], spend=not self._looks)
         return call.key, call.by_sha()
 

@@ -637,7 +637,8 @@ class Links:
         driver = self._last
         if driver is None or driver.loop is not asyncio.get_running_loop():
             driver = self._last = self.of_loop()
-        return driver.batches.decide(group)
+        batches = driver.batches
+        return batches.submit(group) if group.raises else batches.decide(group)
 
     def ask(self, steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
         """Return the Ask of steps that begin with a driver."""
