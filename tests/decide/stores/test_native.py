@@ -281,3 +281,18 @@ def test_a_miss_of_the_compiled_check_is_counted_as_demand_by_the_fallback() -> 
     for _ in range(3):
         fast.check("ada")
     assert gate.demand("ada") == 3
+
+
+def test_a_grant_gives_back_the_memory_of_the_log_whose_place_it_takes() -> None:
+    """Expired logs make room for grants. Their memory is for other logs again."""
+    clock = ManualClock(start=1_000_000)
+    store = open_store("memory://?capacity=64&log_bytes=262144", clock)
+    counter = store.counter([Limit(1_000, per=1, algorithm="sliding_window_log")], "r")
+    for number in range(100):
+        for each in range(20):
+            decision: Any = counter.check(f"a{number}-{each}", 1_000)
+            assert decision.allowed
+        clock.advance(10)
+        for each in range(20):
+            counter.grant(f"b{number}-{each}", 5, None)
+        clock.advance(10)

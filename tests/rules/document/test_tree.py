@@ -128,9 +128,10 @@ def test_every_node_knows_its_position() -> None:
     ]
 
 
-def test_aliases_have_the_position_of_their_anchor() -> None:
+@pytest.mark.parametrize("value", ["[1]", "{c: 1}", "5/second"])
+def test_aliases_have_the_position_of_their_anchor(value: str) -> None:
     """A mistake in a shared value must be corrected at the anchor."""
-    (_, shared), (_, again) = tree("a: &x [1]\nb: *x\n").value
+    (_, shared), (_, again) = tree(f"a: &x {value}\nb: *x\n").value
     assert again is shared
 
 
