@@ -163,6 +163,7 @@ async def test_the_counts_of_a_redis_store_are_read() -> None:
     async with AsyncLimiter.from_rules(
         ONE_RULE, store=f"{server.uri}?deadline_ms=10000"
     ) as limiter:
+        await limiter.peek(Request(user="1"))  # connects: then checks share calls
         await asyncio.gather(*(limiter.check(Request(user="1")) for _ in range(64)))
         for _ in range(10):
             await limiter.check(Request(user="1"))

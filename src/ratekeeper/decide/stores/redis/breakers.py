@@ -41,7 +41,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from random import random
+from random import SystemRandom
 from typing import Final
 
 from ratekeeper.core.clock import NS_PER_SECOND
@@ -51,6 +51,8 @@ from ratekeeper.core.histogram import Histogram
 from ratekeeper.decide.store import BreakerPosition, BreakerState
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 
+# Not the generator of `random`: our threads must not change the numbers of a program that seeds it.
+RANDOM: Final = SystemRandom()
 # Failures at fewer moments never open the breaker, however many calls failed.
 MOMENTS_MIN: Final = 3
 # The open time varies by this share, so that the nodes of a fleet do not probe in step.
@@ -91,7 +93,7 @@ class ServerBreaker:
         overdue: Callable[[], None] = lambda: None,
         *,
         now_ns: Callable[[], int] = time.monotonic_ns,
-        random: Callable[[], float] = random,
+        random: Callable[[], float] = RANDOM.random,
     ) -> None:
         """`changed` is called after each change, `overdue` when a probe is late."""
         self.address = address

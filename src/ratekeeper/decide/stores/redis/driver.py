@@ -37,7 +37,6 @@ from collections.abc import (
 )
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from random import random
 from typing import TYPE_CHECKING, Any, Final
 
 from hiredis import ReplyError
@@ -48,7 +47,7 @@ from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Limit
 from ratekeeper.core.steps import Ask, Call, Steps, Together, run, run_async
 from ratekeeper.decide.stores.redis.batches import Batcher
-from ratekeeper.decide.stores.redis.breakers import BreakerProber, ServerBreakers
+from ratekeeper.decide.stores.redis.breakers import RANDOM, BreakerProber, ServerBreakers
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 from ratekeeper.decide.stores.redis.connections import (
     BlockingConnection,
@@ -329,7 +328,7 @@ class RedisDriver(ABC):
                     servers.find()
             elif _is_temporary(word, servers.config):
                 # Partly random, so that calls that were refused together do not return together.
-                pause = pause_s * (0.5 + random())  # noqa: S311 - it protects no secret
+                pause = pause_s * (0.5 + RANDOM.random())
                 yield Call(self._sleep, min(pause, _left_ns(due_ns, refusal) / NS_PER_SECOND))
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
                 if word != "TRYAGAIN":

@@ -21,7 +21,6 @@ Everything here blocks. It uses redis-py's connections, not those of the checks.
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from collections.abc import Sequence
@@ -46,6 +45,7 @@ from redis.exceptions import (
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreUnavailable
 from ratekeeper.decide.store import BreakerState, ServerStatus
+from ratekeeper.decide.stores.redis.breakers import RANDOM
 from ratekeeper.decide.stores.redis.config import Address, Mode, RedisConfig
 from ratekeeper.decide.stores.redis.findings import (
     FindingLevel,
@@ -191,7 +191,7 @@ def _count(client: Any, pattern: str, keys_max: int, *, without_moved: bool) -> 
         count = max(dbsize * count // looked_at, count)
     sample = list(keys)
     if len(sample) > KEYS_COUNTED_MAX:
-        sample = random.sample(sample, KEYS_COUNTED_MAX)
+        sample = RANDOM.sample(sample, KEYS_COUNTED_MAX)
     # The first call contains the script; the others name it.
     calls = [("EVAL", _COUNT, 1, key) for key in sample[:1]]
     calls += [("EVALSHA", _COUNT_SHA.encode(), 1, key) for key in sample[1:]]

@@ -17,7 +17,6 @@ Blocking, for threads. The connections are redis-py's.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +24,7 @@ from typing import Any, Final, TypeVar
 
 from ratekeeper.core.errors import StoreTimeout, StoreUnavailable
 from ratekeeper.decide.store import REGISTERED_MAX
+from ratekeeper.decide.stores.redis.breakers import RANDOM
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 from ratekeeper.decide.stores.redis.topology import (
     Topology,
@@ -85,7 +85,7 @@ def register(
         now_ms = int(clock[0]) * 1_000 + int(clock[1]) // 1_000
         others = [each for each in names if each != name.encode()]
         if len(others) >= at_most:
-            others = random.sample(others, at_most - 1)
+            others = RANDOM.sample(others, at_most - 1)
         # The list lives as long as its longest text.
         expiry = "PEXPIRE", key, max(lasts_ms, left_ms)
         writing = [("HSET", key, name, f"{now_ms + lasts_ms} {text}"), expiry]
@@ -218,7 +218,7 @@ def _text(data: bytes | str) -> str:
 def _addresses(topology: Topology, config: RedisConfig) -> list[Address]:
     """Return all primaries in random order, which spreads the load of a fleet."""
     addresses = topology.primaries()
-    random.shuffle(addresses)
+    RANDOM.shuffle(addresses)
     if not addresses:
         raise StoreUnavailable(f"{config.shown()}: no primary is known")
     return addresses

@@ -22,7 +22,6 @@ the driver has its own for the checks.
 
 from __future__ import annotations
 
-import random
 import ssl
 import time
 from binascii import crc_hqx
@@ -41,6 +40,7 @@ from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable, show
+from ratekeeper.decide.stores.redis.breakers import RANDOM
 from ratekeeper.decide.stores.redis.config import REPEATED_ARGUMENTS, Address, RedisConfig
 from ratekeeper.decide.stores.redis.findings import FORBIDDEN
 
@@ -192,7 +192,7 @@ class Topology:
     def _in_turn(self, addresses: Iterable[Address]) -> list[Address]:
         """Return them in random order, with those that failed last time at the end."""
         each = list(addresses)
-        random.shuffle(each)
+        RANDOM.shuffle(each)
         return sorted(each, key=self._failed.__contains__)
 
 
