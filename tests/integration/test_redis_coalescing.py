@@ -191,6 +191,24 @@ async def test_a_check_that_is_cancelled_before_it_leaves_costs_nothing(
     assert counted(server.uri, key) == 1 + 15
 
 
+async def test_the_first_burst_shares_calls_too(key: str) -> None:
+    """No connection and no script yet: few calls, and a caller that is cancelled costs nothing."""
+    with Single() as fresh:
+        async with limiter_of(fresh.uri, COUNTED) as limiter:
+            checks = [asyncio.ensure_future(limiter.check(key)) for _ in range(200)]
+            await asyncio.sleep(0)  # the first waits for the connection, the others for this turn
+            for check in checks[20:30]:
+                check.cancel()
+            await asyncio.sleep(0)  # now all wait for the connection
+            for check in checks[:10]:
+                check.cancel()
+            outcomes = await asyncio.gather(*checks, return_exceptions=True)
+        assert sum(isinstance(each, Decision) for each in outcomes) == 180
+        assert counted(fresh.uri, key) == 180
+        # Each call is refused once, because the server does not know the script.
+        assert calls_of(fresh) <= 1 + 2 * 2
+
+
 async def test_each_check_ends_by_its_own_deadline(server: Single, key: str) -> None:
     """The server does not answer: a deadline counts from the start of its check."""
     deadline_s = 1.2

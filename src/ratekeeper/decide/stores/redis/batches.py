@@ -137,28 +137,11 @@ class Batcher:
         batch = SharedCall(self, groups, charges, due_ns)
         self.in_flight += batch.checks
         try:
-            if batch.checks == 1:
-                key, payload = groups[0][0].command()
-            else:
-                call = batch.call()
-                key, payload = call.key, call.by_sha()
-            connection = driver.connection_of(key)
-            if batch.checks > 1 and not connection.connected:
-                self._send_each(batch, groups)
-                return
-            connection.submit(payload, 0, batch)
+            key, payload = batch.command()
+            driver.connection_of(key).submit(payload, 0, batch)
         except Exception as error:  # every caller must see a defect, too
             batch.set_exception(error)
         self.coalesced += batch.checks if batch.checks > 1 else 0
-
-    def _send_each(self, batch: SharedCall, groups: list[list[CheckGroup]]) -> None:
-        """Send each group alone: a caller that is cancelled before there is a connection is not
-        charged.
-        """
-        self.in_flight -= batch.checks
-        for equal in groups:
-            for group in equal:
-                self._send([[group]], len(group.charges))
 
     # ── Answers ────────────────────────────────────────────────────────────────────────────────
 
@@ -227,15 +210,26 @@ class SharedCall:
         ]
         return first.call_of(charges)
 
-    def watch(self) -> None:
-        """Drop the call if its caller is cancelled before there is a connection."""
-        group = self._groups[0][0]
-        if group.alone:
-            group.future.add_done_callback(self._caller_done)
+    def command(self) -> tuple[bytes, bytes]:
+        """Return the key and the payload of the call."""
+        if self.checks == 1:
+            return self._groups[0][0].command()
+        call = self.call()
+        return call.key, call.by_sha()
 
-    def _caller_done(self, future: asyncio.Future[Any]) -> None:
-        if future.cancelled():
-            self._end()
+    def leave(self) -> bytes:
+        """Return the payload once there is a connection, without callers cancelled meanwhile.
+
+        If none is left, the call is done.
+        """
+        groups = [[each for each in equal if not each.future.done()] for equal in self._groups]
+        self._groups = [equal for equal in groups if equal]
+        left = sum(map(len, self._groups))
+        self._batcher.in_flight -= self.checks - left
+        self.checks = left
+        self._charges = sum(len(equal[0].charges) for equal in self._groups)
+        self._done = not left
+        return self.command()[1] if left else b""
 
     def _end(self) -> None:
         if not self._done:

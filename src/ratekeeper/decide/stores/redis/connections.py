@@ -43,7 +43,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import islice
@@ -785,11 +785,6 @@ class PipelinedConnection(ServerEndpoint):
             return protocol.submit(payload, discarded, reply)
         return self._submit_when_connected(payload, discarded, reply)
 
-    @property
-    def connected(self) -> bool:
-        """True if a call would leave at once."""
-        return self._protocol is not None and self._protocol.open
-
     def _submit_when_connected(self, payload: bytes, discarded: int, reply: Any) -> ReplyFuture:
         if self._closed:
             raise StoreUnavailable(_CLOSED)
@@ -797,12 +792,9 @@ class PipelinedConnection(ServerEndpoint):
             raise NotSent(f"{PENDING_MAX:,} calls wait for a connection to {self.address}")
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
-        if reply is None:
-            future = self._loop.create_future()
-        else:
-            future = reply
-            reply.watch()
-        sending = self._send_when_connected(self._connecting, payload, discarded, future)
+        future = reply or self._loop.create_future()
+        leave = reply.leave if reply else lambda: payload
+        sending = self._send_when_connected(self._connecting, leave, discarded, future)
         task = self._loop.create_task(sending)
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
@@ -811,7 +803,7 @@ class PipelinedConnection(ServerEndpoint):
     async def _send_when_connected(
         self,
         connecting: asyncio.Task[PipelineProtocol | str],
-        payload: bytes,
+        leave: Callable[[], bytes],
         discarded: int,
         reply: ReplyFuture,
     ) -> None:
@@ -823,6 +815,7 @@ class PipelinedConnection(ServerEndpoint):
             # While the server has not failed, wait until connecting has succeeded or failed.
             if self._breaker.failing:
                 error = self._connect_late(began_ns)
+        payload = leave()
         if reply.done():
             return
         made = _CLOSED if connecting.cancelled() else error or connecting.result()
