@@ -1,7 +1,7 @@
-"""Rate strings: `100/minute`, `5 in any minute`, `1000/hour burst 200`, `100/day; 10/second`.
+"""Rate strings: `100/minute`, `5 in any minute`, `20 at once for 60s`, `100/day; 10/second`.
 
     rates  = rate *( ( ";" | "," | "|" ) rate )
-    rate   = count ( "/" | "per" ) time *option | count "in any" time
+    rate   = count ( "/" | "per" ) time *option | count "in any" time | count "at once for" time
     option = "burst" count | "capacity" count | "refill" time | algorithm
     time   = [ number ] unit
     count  = digits, with "_" between them if you like
@@ -10,8 +10,11 @@
 `5 in any minute` is a `sliding_window_log`: no minute has more than 5, wherever it starts. It has
 no options: a burst would be more than 5 in some minute.
 
+`20 at once for 60s` counts requests in flight (`in_flight`): at most 20 at the same time, and each
+for at most 60 s unless its slot is renewed. It has no options either.
+
 The options of a rate are in any order, each at most once. `algorithm` is the name of one, as in
-`5/minute fixed_window`. A rate that names an algorithm, or is `in any` time, has that one; the
+`5/minute fixed_window`. A rate that names an algorithm, or is `in any` time or `at once`, has that one; the
 `algorithm` that the caller passes applies to the other rates. `str` of a Limit is its rate string.
 
 Units go from milliseconds to years. Each has a few spellings, and a prefix of a spelling is not a
@@ -34,7 +37,7 @@ from ratekeeper.core.errors import ConfigError, RateSyntaxError, show
 from ratekeeper.core.model import (
     ALGORITHM_NAMES,
     BUCKETS,
-    LOG_UNITS_MAX,
+    IN_FLIGHT,
     REFILL_NS_MAX,
     UNITS_MAX,
     WINDOW_NS_MAX,
@@ -42,6 +45,7 @@ from ratekeeper.core.model import (
     WINDOW_NS_STEP,
     AlgorithmName,
     Limit,
+    units_max_of,
 )
 
 LimitsArgument = str | Limit | Sequence[str | Limit]
@@ -49,7 +53,7 @@ LimitsArgument = str | Limit | Sequence[str | Limit]
 
 TEXT_LENGTH_MAX: Final = 1_000
 LIMITS_MAX: Final = 16
-EXAMPLE: Final = "100/minute, 5 in any minute, 1000/hour burst 200, or 10/second; 1000/day"
+EXAMPLE: Final = "100/minute, 5 in any minute, 20 at once for 60s, or 10/second; 1000/hour burst 200"
 
 _SECOND: Final = NS_PER_SECOND
 _UNIT_SPELLINGS: Final[dict[int, str]] = {
@@ -72,6 +76,8 @@ _TOKEN: Final = re.compile(
 _SEPARATOR: Final = re.compile(r"[;,|]")
 _SPACE: Final = re.compile(r"\s*")
 # The words that may follow a rate, and the arguments of Limit that they give.
+# "20/minute in_flight" would look like a rate.
+_NAMED_ALGORITHMS: Final = tuple(name for name in ALGORITHM_NAMES if name != IN_FLIGHT)
 _OPTIONS: Final = {"burst": "burst", "capacity": "capacity", "refill": "refill_every"}
 _DASHED: Final = re.compile(r"[A-Za-z_-]{1,40}")
 # Longer numbers are rejected before they are converted: int() of a million digits takes seconds.
@@ -86,7 +92,7 @@ def parse_limits(text: str, *, algorithm: AlgorithmName = "token_bucket") -> tup
     >>> parse_limits("5 in any minute, 100/day")
     (Limit(5, per=60, algorithm='sliding_window_log'), Limit(100, per=86400))
 
-    `algorithm` is that of the rates that name none and are not `in any` time. Raises
+    `algorithm` is that of the rates that name none and are not `in any` time or `at once`. Raises
     RateSyntaxError, which points at the first wrong character.
     """
     return _Parser(text, algorithm).limits()
@@ -127,7 +133,7 @@ class _Parser:
             if separator is None:
                 self._fail(
                     f"{self._meant_algorithm()}expected 'burst', 'capacity', 'refill', an "
-                    f"algorithm ({', '.join(ALGORITHM_NAMES)}), ';' before another limit, or the "
+                    f"algorithm ({', '.join(_NAMED_ALGORITHMS)}), ';' before another limit, or the "
                     f"end"
                 )
             self._advance(separator.end())
@@ -141,10 +147,12 @@ class _Parser:
         count = self._count("how many units, a whole number")
         if self._take_word("in"):
             window_ns, options = self._in_any(count)
+        elif self._take_word("at"):
+            window_ns, options = self._at_once(count)
         elif self._take_mark("/") or self._take_word("per"):
             window_ns, options = self._window_ns(), self._options()
         else:
-            self._fail("expected '/', 'per' or 'in any' after the number of units")
+            self._fail("expected '/', 'per', 'in any' or 'at once for' after the number of units")
         try:
             return Limit(
                 count,
@@ -166,11 +174,23 @@ class _Parser:
             )
         return window_ns, {"algorithm": "sliding_window_log"}
 
+    def _at_once(self, count: int) -> tuple[int, dict[str, Any]]:
+        """Read the words after `at`, and return the longest time with the arguments of Limit."""
+        if not (self._take_word("once") and self._take_word("for")):
+            self._fail(f"expected the longest time of a request, as in '{count} at once for 60s',")
+        window_ns = self._window_ns()
+        if not (self._at_end() or _SEPARATOR.match(self._text, self._position)):
+            self._fail(
+                "'at once' counts requests in flight, so it has no burst, capacity, refill or "
+                "other algorithm; expected ';' before another limit, or the end"
+            )
+        return window_ns, {"algorithm": "in_flight"}
+
     def _meant_algorithm(self) -> str:
         """Return a question for a word that is written like an algorithm."""
         word = _DASHED.match(self._text, self._position)
         name = "" if word is None else word[0].lower().replace("-", "_")
-        close = get_close_matches(name, ALGORITHM_NAMES, n=1)
+        close = get_close_matches(name, _NAMED_ALGORITHMS, n=1)
         return f"did you mean {close[0]}? " if close else ""
 
     def _options(self) -> dict[str, Any]:
@@ -178,7 +198,7 @@ class _Parser:
         found: dict[str, Any] = {}
         while (match := _TOKEN.match(self._text, self._position)) and match["word"]:
             word = match["word"].lower()
-            name = "algorithm" if word in ALGORITHM_NAMES else _OPTIONS.get(word, "")
+            name = "algorithm" if word in _NAMED_ALGORITHMS else _OPTIONS.get(word, "")
             if not name:
                 break
             if name in found:
@@ -260,8 +280,10 @@ class _Parser:
 
 def check_cost_fits(cost: int, limits: LimitsArgument) -> None:
     """Raise ConfigError for a cost of every request that one of the limits can never admit."""
-    least = min(limits_of(limits), key=lambda limit: limit.capacity)
-    if cost > least.capacity:
+    # Of requests in flight, each takes one slot, whatever its cost.
+    counted = [limit for limit in limits_of(limits) if limit.algorithm != IN_FLIGHT]
+    least = min(counted, key=lambda limit: limit.capacity, default=None)
+    if least is not None and cost > least.capacity:
         raise ConfigError(
             f"cost={cost} never fits into {least!r}, so no request could pass; "
             f"use a cost of at most {least.capacity}, or a larger burst"
@@ -308,7 +330,7 @@ def scaled(limits: Sequence[Limit], factor: float | Fraction) -> tuple[Limit, ..
 
 
 def _scaled(limit: Limit, factor: Fraction) -> Limit:
-    most = LOG_UNITS_MAX if limit.algorithm == "sliding_window_log" else UNITS_MAX
+    most = units_max_of(limit.algorithm)
     units = max(1, min(math.floor(limit.limit * factor), most))
     capacity = 0
     if limit.algorithm in BUCKETS:

@@ -15,7 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.model import Consistency, Decision, Limit, Request
@@ -120,6 +130,20 @@ class CounterOf(Protocol[Decided_co, Done_co]):
     @property
     def limits(self) -> Sequence[Limit]:
         """The limits that a check must pass."""
+        ...
+
+    @property
+    def stamp(self) -> int:
+        """The stamp of a request; 0 if the counter serves all requests."""
+        ...
+
+    def stamped(self, stamp: int, /) -> Self:
+        """Return the counter for one request, which has this stamp.
+
+        Its check takes a slot of each limit of requests in flight, and its refund frees that slot,
+        whatever the units and the time are: see `algorithms/in_flight.py`. With another counter,
+        such a limit only says whether a slot is free.
+        """
         ...
 
     def check(self, subject: str, cost: int, /) -> Decided_co:
