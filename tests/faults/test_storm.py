@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ratekeeper import AsyncLimiter
-from ratekeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.core.model import UNIT_ALGORITHMS
 from tests.faults.load import LIMIT, PER_S, RULES_TEXT, Key, Record, exact_excess, now_ns
 from tests.redis_servers import Single
 
@@ -19,9 +19,9 @@ TIMES = 10
 CALLS_MAX = 2
 KEYS = {
     "a client of each rule": tuple(
-        Key("closed", algorithm, algorithm) for algorithm in ALGORITHM_NAMES
+        Key("closed", algorithm, algorithm) for algorithm in UNIT_ALGORITHMS
     ),
-    "one client of all rules": tuple(Key("closed", algorithm) for algorithm in ALGORITHM_NAMES),
+    "one client of all rules": tuple(Key("closed", algorithm) for algorithm in UNIT_ALGORITHMS),
 }
 
 

@@ -34,6 +34,10 @@ PenaltyKind = Literal["cooldown", "block"]
 
 BUCKETS: Final = frozenset({"token_bucket", "leaky_bucket"})
 IN_FLIGHT: Final = "in_flight"
+# Those that count units, which is all but IN_FLIGHT.
+UNIT_ALGORITHMS: Final[tuple[AlgorithmName, ...]] = tuple(
+    name for name in ALGORITHM_NAMES if name != IN_FLIGHT
+)
 # A count of one window means nothing in a window of another length, so for these two algorithms
 # the length is part of the limit's identity. A bucket's level and a log's times are valid with any.
 WINDOW_COUNTS: Final = frozenset({"sliding_window_counter", "fixed_window"})

@@ -14,8 +14,8 @@ no options: a burst would be more than 5 in some minute.
 for at most 60 s unless its slot is renewed. It has no options either.
 
 The options of a rate are in any order, each at most once. `algorithm` is the name of one, as in
-`5/minute fixed_window`. A rate that names an algorithm, or is `in any` time or `at once`, has that one; the
-`algorithm` that the caller passes applies to the other rates. `str` of a Limit is its rate string.
+`5/minute fixed_window`. A rate that names an algorithm, or is `in any` time or `at once`, has that one;
+the `algorithm` that the caller passes applies to the others. `str` of a Limit is its rate string.
 
 Units go from milliseconds to years. Each has a few spellings, and a prefix of a spelling is not a
 spelling: `m` is a minute and `month` is a month, never the other way round. A month has 30 days and
@@ -35,10 +35,10 @@ from typing import Any, Final, NoReturn
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError, RateSyntaxError, show
 from ratekeeper.core.model import (
-    ALGORITHM_NAMES,
     BUCKETS,
     IN_FLIGHT,
     REFILL_NS_MAX,
+    UNIT_ALGORITHMS,
     UNITS_MAX,
     WINDOW_NS_MAX,
     WINDOW_NS_MIN,
@@ -53,7 +53,9 @@ LimitsArgument = str | Limit | Sequence[str | Limit]
 
 TEXT_LENGTH_MAX: Final = 1_000
 LIMITS_MAX: Final = 16
-EXAMPLE: Final = "100/minute, 5 in any minute, 20 at once for 60s, or 10/second; 1000/hour burst 200"
+EXAMPLE: Final = (
+    "100/minute, 5 in any minute, 20 at once for 60s, or 10/second; 1000/day burst 9"
+)
 
 _SECOND: Final = NS_PER_SECOND
 _UNIT_SPELLINGS: Final[dict[int, str]] = {
@@ -76,8 +78,6 @@ _TOKEN: Final = re.compile(
 _SEPARATOR: Final = re.compile(r"[;,|]")
 _SPACE: Final = re.compile(r"\s*")
 # The words that may follow a rate, and the arguments of Limit that they give.
-# "20/minute in_flight" would look like a rate.
-_NAMED_ALGORITHMS: Final = tuple(name for name in ALGORITHM_NAMES if name != IN_FLIGHT)
 _OPTIONS: Final = {"burst": "burst", "capacity": "capacity", "refill": "refill_every"}
 _DASHED: Final = re.compile(r"[A-Za-z_-]{1,40}")
 # Longer numbers are rejected before they are converted: int() of a million digits takes seconds.
@@ -133,7 +133,7 @@ class _Parser:
             if separator is None:
                 self._fail(
                     f"{self._meant_algorithm()}expected 'burst', 'capacity', 'refill', an "
-                    f"algorithm ({', '.join(_NAMED_ALGORITHMS)}), ';' before another limit, or the "
+                    f"algorithm ({', '.join(UNIT_ALGORITHMS)}), ';' before another limit, or the "
                     f"end"
                 )
             self._advance(separator.end())
@@ -190,7 +190,7 @@ class _Parser:
         """Return a question for a word that is written like an algorithm."""
         word = _DASHED.match(self._text, self._position)
         name = "" if word is None else word[0].lower().replace("-", "_")
-        close = get_close_matches(name, _NAMED_ALGORITHMS, n=1)
+        close = get_close_matches(name, UNIT_ALGORITHMS, n=1)
         return f"did you mean {close[0]}? " if close else ""
 
     def _options(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class _Parser:
         found: dict[str, Any] = {}
         while (match := _TOKEN.match(self._text, self._position)) and match["word"]:
             word = match["word"].lower()
-            name = "algorithm" if word in _NAMED_ALGORITHMS else _OPTIONS.get(word, "")
+            name = "algorithm" if word in UNIT_ALGORITHMS else _OPTIONS.get(word, "")
             if not name:
                 break
             if name in found:

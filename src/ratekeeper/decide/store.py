@@ -21,7 +21,6 @@ from typing import (
     Final,
     Literal,
     Protocol,
-    Self,
     TypeVar,
     cast,
     runtime_checkable,
@@ -30,6 +29,7 @@ from typing import (
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.model import Consistency, Decision, Limit, Request
 from ratekeeper.core.steps import Ask, asked, run_async
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 
 if TYPE_CHECKING:
     from ratekeeper.decide.allowances import Allowances
@@ -132,20 +132,6 @@ class CounterOf(Protocol[Decided_co, Done_co]):
         """The limits that a check must pass."""
         ...
 
-    @property
-    def stamp(self) -> int:
-        """The stamp of a request; 0 if the counter serves all requests."""
-        ...
-
-    def stamped(self, stamp: int, /) -> Self:
-        """Return the counter for one request, which has this stamp.
-
-        Its check takes a slot of each limit of requests in flight, and its refund frees that slot,
-        whatever the units and the time are: see `algorithms/in_flight.py`. With another counter,
-        such a limit only says whether a slot is free.
-        """
-        ...
-
     def check(self, subject: str, cost: int, /) -> Decided_co:
         """Spend `cost` units if every limit has room. Raises CapacityError, StoreError."""
         ...
@@ -181,6 +167,35 @@ class CounterOf(Protocol[Decided_co, Done_co]):
 # Of any store, and of one in the memory of this machine, which has every answer.
 Counter = CounterOf[Decision | Ask, Ask | None]
 LocalCounter = CounterOf[Decision, None]
+
+
+class SlotCounter(Protocol):
+    """A counter with a limit of requests in flight; all stores have them."""
+
+    @property
+    def stamp(self) -> int:
+        """The stamp of the request that it serves; 0 if it serves all."""
+        ...
+
+    def stamped(self, stamp: int, /) -> Any:
+        """Return the counter of one request, which has this stamp.
+
+        Its check takes a slot of each limit of requests in flight, or renews it. Its refund frees
+        that slot, whatever the units and the time are; with 0 units, it does nothing else. Any
+        other counter only finds out whether a slot is free. See `algorithms/in_flight.py`.
+        """
+        ...
+
+
+def stamped(counter: Counter, stamp: int) -> Counter:
+    """Return the counter of one request; see SlotCounter."""
+    return cast("Counter", cast("SlotCounter", counter).stamped(stamp))
+
+
+def stamp_of(counter: Counter) -> int:
+    """Return the stamp of the request that a counter serves; 0 if it serves all."""
+    found: int = getattr(counter, "stamp", NO_STAMP)  # nodes and regions have no slots
+    return found
 
 
 NEEDS_AUTHORITY: Final = (

@@ -86,9 +86,7 @@ class InFlight:
     def __init__(self, stamp: int = NO_STAMP) -> None:
         self.stamp = stamp
 
-    def decide(
-        self, state: State, limit: Limit, now_ns: int, cost: int
-    ) -> tuple[State, Outcome]:
+    def decide(self, state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
         """Take a slot for the stamp if one is free, or renew the one that it has."""
         taken_ns, slots = state or (now_ns, {})
         at_ns = max(now_ns, taken_ns)
@@ -110,11 +108,11 @@ class InFlight:
         state: State,
         limit: Limit,  # noqa: ARG002 - every algorithm has the same signature
         now_ns: int,
-        units: int,
+        units: int,  # noqa: ARG002 - likewise
         charged_ns: int | None,  # noqa: ARG002 - likewise
     ) -> State:
         """Free the slot of the stamp, if it has one."""
-        if state is None or not units:
+        if state is None:
             return state
         taken_ns, slots = state
         left = {stamp: ends_ns for stamp, ends_ns in slots.items() if stamp != self.stamp}

@@ -1702,8 +1702,8 @@ static rk_status apply_once(rk_table *table, const rk_change *c)
 
 rk_status rk_apply(rk_table *table, const rk_change *c)
 {
-    if (c->units == 0 && c->verb != RK_RESET)
-        return RK_OK;
+    if (c->units == 0 && c->verb != RK_RESET && c->limits[0].stamp == 0)
+        return RK_OK; /* without units, a refund frees the slot of a stamp */
     rk_limit counted[RK_LIMITS_MAX];
     rk_change own = *c;
     if (c->verb == RK_OWE || c->verb == RK_GRANT) { /* not of requests in flight */

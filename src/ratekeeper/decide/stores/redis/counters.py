@@ -21,14 +21,16 @@ from ratekeeper.core import switches
 from ratekeeper.core.errors import StoreError, StoreUnavailable, show
 from ratekeeper.core.model import Decision
 from ratekeeper.core.steps import Ask, Steps, asking
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.decider import Group, deciding
 from ratekeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
-from ratekeeper.decide.store import Answer, Charge
+from ratekeeper.decide.store import Answer, Charge, stamp_of
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.denial_cache import Moment
 from ratekeeper.decide.stores.redis.driver import Links, RedisDriver
 from ratekeeper.decide.stores.redis.scripts import (
     SERVER_NOW,
+    SLOTS,
     ReportAttempt,
     RuleScripts,
     ScriptCall,
@@ -98,7 +100,8 @@ class CheckGroup:
         scripts, _, cost, *_ = charges[0]
         self._looks = looks
         self._plain = leases is None and not looks
-        self.equal = charges[0] if alone and cost and not looks else self
+        plain = alone and cost and not looks and not charges[0].stamp
+        self.equal = charges[0] if plain else self
         self.moment: Moment = SERVER_NOW
         if not scripts.by_server_clock or switches.clock is not None:
             self.moment = scripts.now()
@@ -122,9 +125,10 @@ class CheckGroup:
 
     def command(self) -> tuple[bytes, bytes]:
         """Return the key of the call, and the bytes to send."""
-        if len(self.charges) == 1 and self.moment is SERVER_NOW and self.leases is None:
+        scripts, subject, cost, _, _, _, stamp = self.charges[0]
+        plain = self.leases is None and not stamp
+        if len(self.charges) == 1 and self.moment is SERVER_NOW and plain:
             # Without making the call. Alone in its group, a charge may as well be optional.
-            scripts, subject, cost, *_ = self.charges[0]
             return scripts.check_command(subject, cost, spend=not self._looks)
         call = batch_call([self.charges], self.moment[0], spend=not self._looks)
         return call.key, call.by_sha()
@@ -166,7 +170,8 @@ class CheckGroup:
         return decisions
 
     def _keep(self, charge: ScriptCharge, denial: Decision) -> None:
-        if charge.cost == 1 and not denial.remaining:
+        # Nobody knows how long a denial for requests in flight lasts.
+        if charge.cost == 1 and not denial.remaining and charge.scripts.script is not SLOTS:
             self._links.cache.keep(charge, denial, self.moment, self._asked_ns)
 
     def _answers(self, replies: Sequence[Any]) -> list[Answer]:
@@ -220,10 +225,10 @@ class CheckGroup:
         charged, self._charged = self._charged, NOTHING
         calls: list[ScriptCall] = []
         for charge, reply, answer in zip(self.charges if charged[0] else (), *charged, strict=True):
-            scripts, subject, cost, *_ = charge
+            scripts, subject, cost, *_, stamp = charge
             if isinstance(answer, StoreError) or not cost:
                 continue
-            calls.append(scripts.undo(subject, self._without_lease(charge, reply), cost))
+            calls.append(scripts.undo(subject, self._without_lease(charge, reply), cost, stamp))
             lease = (self.leases or {}).pop((scripts.encoded, subject), NO_LEASE)
             if lease.units:
                 ends_us = lease.ends_ns // NS_PER_US
@@ -249,13 +254,18 @@ class CheckGroup:
 class RedisCounter:
     """One rule's limits on Redis."""
 
-    __slots__ = ("_cache", "_links", "limits", "scripts")
+    __slots__ = ("_cache", "_links", "limits", "scripts", "stamp")
 
-    def __init__(self, scripts: RuleScripts, links: Links) -> None:
+    def __init__(self, scripts: RuleScripts, links: Links, stamp: int = NO_STAMP) -> None:
+        self.stamp = stamp
         self.limits = scripts.decoder.limits
         self.scripts = scripts
         self._links = links
         self._cache = links.cache
+
+    def stamped(self, stamp: int) -> RedisCounter:
+        """Return the counter for one request; see Counter.stamped."""
+        return RedisCounter(self.scripts, self._links, stamp)
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: the server decides."""
@@ -267,19 +277,19 @@ class RedisCounter:
             if decision is not None:
                 return decision
         links = self._links
-        charge = ScriptCharge(self.scripts, subject, cost)
+        charge = ScriptCharge(self.scripts, subject, cost, stamp=self.stamp)
         return Ask(links.wait, links.send, CheckGroup(links, (charge,), alone=True))
 
     def peek(self, subject: str, cost: int) -> Ask:
         """Return the answer of `check`, with the remaining quota as it is now."""
         links = self._links
-        charge = ScriptCharge(self.scripts, subject, cost)
+        charge = ScriptCharge(self.scripts, subject, cost, stamp=self.stamp)
         return Ask(links.wait, links.send, CheckGroup(links, (charge,), alone=True, looks=True))
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> Ask:
         """Give units that were charged at `charged_ns` back to every limit."""
         return self._links.ask(
-            self._giving, subject, self.scripts.refund(subject, units, charged_ns)
+            self._giving, subject, self.scripts.refund(subject, units, charged_ns, self.stamp)
         )
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask | None:
@@ -332,7 +342,8 @@ def script_charges(
     for at, (counter, subject, cost) in enumerate(charges):
         scripts = counter.scripts
         asked = None if terms is None else terms[scripts.encoded, subject]
-        made.append(ScriptCharge(scripts, subject, cost, at in optional, 1, asked))
+        stamp = stamp_of(counter)
+        made.append(ScriptCharge(scripts, subject, cost, at in optional, 1, asked, stamp))
     return made
 
 

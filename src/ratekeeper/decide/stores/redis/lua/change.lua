@@ -20,6 +20,10 @@ local REFUND, UNDO, BACK, LATE, GRANT, RESET = 1, 2, 3, 4, 5, 6
 -- charge may be of a time at which they were not (see leasing.py).
 local LATE_KEPT = 2000000
 
+--@ if slots
+meet_extras()
+--@ end
+--@ if leases
 -- Take units out of the group that holds a lease until then; return how many they are.
 local function take_hold(extra, units, ends)
     for group = 3, 5, 2 do
@@ -33,6 +37,7 @@ local function take_hold(extra, units, ends)
     return 0
 end
 
+--@ end
 -- Return a log after units were removed that were charged at that time, or the oldest ones. If those
 -- have left the log, older ones go in their place.
 local function refund_log(ring, units, charged)
@@ -92,6 +97,7 @@ local function refunded(gate, g, last, a, b, units, charged)
     end
 end
 
+--@ if leases
 -- Return a state after units of a lease were given back, or nothing; see the algorithms' give_back.
 local function given_back(gate, g, last, a, b, extra, units, ends)
     local kind, window = gate[g + KIND], gate[g + WINDOW]
@@ -151,16 +157,33 @@ local function charged_late(gate, g, last, a, b, extra, units, charged)
     return at, previous, current
 end
 
+--@ end
+--@ if slots
+-- Free the slot of a stamp, or all. The state goes with the last slot.
+local function change_slots(slots, stamp, verb)
+    if stamp > 0 and (verb == REFUND or verb == UNDO) then
+        call('ZREM', slots.key, member_of(stamp))
+    end
+    local live = '(' .. member_of(max(now, slots.taken))
+    if verb == RESET or slots.taken >= 0 and call('ZCOUNT', slots.key, live, '+inf') == 0 then
+        call('DEL', slots.key)
+        slots.taken = -1
+    end
+end
+
+--@ end
 -- Change a log.
 local function change_log(ring, verb, units, time, extra)
     if verb == REFUND or verb == UNDO then
         refund_log(ring, units, time)
+--@ if leases
     elseif verb == BACK then
         if ring.last >= time then
             refund_log(ring, units, time)
         else
             take_hold(extra, units, time)
         end
+--@ end
     elseif verb == RESET then
         live_holds(extra, max(now, ring.last) - 1)
         drop_oldest(ring, size_of(ring))
@@ -183,6 +206,7 @@ end
 local function changed_count(gate, g, verb, last, a, b, extra, units, time)
     if verb == REFUND or verb == UNDO then
         return refunded(gate, g, last, a, b, units, time)
+--@ if leases
     elseif verb == BACK then
         return given_back(gate, g, last, a, b, extra, units, time)
     elseif verb == LATE then
@@ -190,6 +214,7 @@ local function changed_count(gate, g, verb, last, a, b, extra, units, time)
         last, a, b = charged_late(gate, g, last, a, b, extra, units, time)
         live_holds(extra, at)
         return last, a, b
+--@ end
     elseif verb == RESET then
         last = max(now, last)
         live_holds(extra, last)
@@ -206,14 +231,21 @@ local function changed_count(gate, g, verb, last, a, b, extra, units, time)
 end
 
 -- Return the reply of a check of 0 units.
-local function seen(gate, held, logs, extras)
+local function seen(gate, held, logs, extras, stamp)
     local granted, holding, answer, p = false, false, {now}, HELD_FIRST
     for _, extra in pairs(extras) do
         live_holds(extra, 0)
         granted, holding = granted or extra[1] > 0, holding or extra[3] > 0
     end
     for g = GATE_FIRST, #gate, GATE_STEP do
-        local extra, size = extras[g], #answer
+        local extra, size = extras[g] or {0, 0, 0, 0, 0, 0}, #answer
+--@ if slots
+        if gate[g + KIND] == FLIGHT then
+            for _, number in ipairs({look_at(logs[g], stamp)}) do
+                answer[#answer + 1] = number
+            end
+        else
+--@ end
         if gate[g + KIND] == LOG then
             local ring = logs[g]
             local oldest = max(now, ring.last) - ring.window
@@ -233,6 +265,9 @@ local function seen(gate, held, logs, extras)
             end
             p = p + 3
         end
+--@ if slots
+        end
+--@ end
         for number = granted and 1 or 3, holding and 6 or granted and 2 or 0 do
             answer[#answer + 1] = extra[number]
         end
@@ -243,6 +278,10 @@ end
 local function change(number)
     local gate = {cmsgpack.unpack(ARGV[2 * number - 1])}
     local verb = {cmsgpack.unpack(ARGV[2 * number])}
+    local stamp = 0
+--@ if slots
+    stamp = #gate % GATE_STEP == 2 and table.remove(gate) or 0
+--@ end
     local key, held, logs, extras
     local last_g, strict = #gate, verb[1] == LATE
     --@ open
@@ -254,7 +293,7 @@ local function change(number)
     for g = GATE_FIRST, #gate, GATE_STEP do
         local kind, window = gate[g + KIND], gate[g + WINDOW]
         local extra, ring, i = extras[g] or {0, 0, 0, 0, 0, 0}, logs[g], (g - GATE_FIRST) / GATE_STEP * 4
-        extras[g] = extra
+        extras[g] = kind ~= FLIGHT and extra or nil
         live_holds(extra, 0)
         local units, time, granted, ends = verb[2] or 0, verb[3] or 0, 0, 0
         if verb[1] == REFUND then
@@ -268,7 +307,7 @@ local function change(number)
         elseif verb[1] == UNDO then
             units, time, granted, ends = verb[i + 2], verb[i + 3], verb[i + 4], verb[i + 5]
             granted = now < ends and granted or 0
-        elseif verb[1] == GRANT then
+        elseif verb[1] == GRANT and kind ~= FLIGHT then
             granted, ends = units, now + (time > 0 and time - 1 or window)
             if now >= extra[2] then
                 extra[1], extra[2] = 0, 0
@@ -281,6 +320,11 @@ local function change(number)
             end
         end
         local after = granted > 0 and extra[2] or nil
+--@ if slots
+        if kind == FLIGHT then
+            change_slots(ring, stamp, verb[1])
+        else
+--@ end
         if ring then
             ring.need = nil
             if units > 0 or verb[1] == RESET then
@@ -307,8 +351,11 @@ local function change(number)
             need = after and max(need or 0, after) or need
             p = p + (kind == COUNTER and 4 or 3)
         end
+--@ if slots
+        end
+--@ end
     end
-    local answer = seen(gate, held, logs, extras)
+    local answer = seen(gate, held, logs, extras, stamp)
     if key then
         held = complete(gate, held, extras)
         if held[3] > 0 or held[HELD_FIRST] then
