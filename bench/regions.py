@@ -48,7 +48,7 @@ from bench.measure import SEED
 from bench.region_checks import PATIENCE_MS, ROUNDS, CheckBench, Costs
 from ratekeeper import Limit
 from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS
 from ratekeeper.decide.regional import Accepted, AcrossRegions, RegionalCounts, Shares
 from ratekeeper.decide.store import Counter, Store
 from ratekeeper.decide.stores import open_store

@@ -17,7 +17,15 @@ from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.core.steps import Ask
 from ratekeeper.decide.leasing import Authority, LeaseCheck, LeasedAnswer, Report
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import Answer, Charge, Counter, SharedStore, Store, StoreWrapper, stamped
+from ratekeeper.decide.store import (
+    Answer,
+    Charge,
+    Counter,
+    SharedStore,
+    Store,
+    StoreWrapper,
+    stamped,
+)
 
 Link = Callable[[Ask], Any]
 

@@ -1,6 +1,6 @@
 """Requests in flight: every engine agrees with the reference, field by field.
 
-Each trace has its own seed. A failure prints it, and `trace(seed, …)` replays it alone.
+Each trace has its own seed. A failure prints it, and `Trace(seed, …)` replays it alone.
 """
 
 from __future__ import annotations
@@ -29,89 +29,91 @@ RATES = (
 )
 SUBJECTS = ("a", "b")
 STAMPS = (0, 0, 1, 2, 3, 4, 5, 6, 2**31, 2**52 + 1, STAMP_MAX)
+VERBS = ("check",) * 5 + ("peek", "refund", "refund", "wait", "several")
+SELDOM = ("reset", "owe", "grant", "rewind")
 WAITS_NS = (10**6, 10**8, 5 * 10**8, 10**9, 3 * 10**9)
 
 
-def essence(answers: Sequence[Any], *, exact: bool) -> list[Any]:
-    """Return the fields of answers to one request, or if not `exact`, none if it was denied.
+class Trace:
+    """A random trace on a store and on the reference."""
 
-    On Redis, a check that would pass says what remains before it, not before the request; in a
-    cluster, those of another slot say what remains without the request.
-    """
-    if exact or all(answers):
-        return [decision_fields(each) for each in answers]
-    return []
-
-
-def trace(seed: int, store: LocalStore, clock: SteppedClock, *, exact: bool) -> None:
-    """Run one trace on a store and on the reference."""
-    random = Random(seed)
-    model = PythonMemoryStore(clock)
-    # Two traces in one store count apart.
-    rule = f"rule {seed}"
-    pairs: list[tuple[Any, Any]] = [
-        (model.counter(parse_limits(rate), rule), store.counter(parse_limits(rate), rule))
-        for rate in RATES
-    ]
-    for number in range(STEPS):
-        verb = random.choice(("check",) * 5 + ("peek", "refund", "refund", "wait", "several"))
-        if random.random() < 0.03:
-            verb = random.choice(("reset", "owe", "grant", "rewind"))
-        wanted, got = pair = [
-            each.stamped(stamp)
-            for stamp in [random.choice(STAMPS)]
-            for each in random.choice(pairs)
+    def __init__(self, seed: int, store: LocalStore, clock: SteppedClock, *, exact: bool) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.clock = clock
+        self.exact = exact
+        self.stores = (PythonMemoryStore(clock), store)
+        rule = f"rule {seed}"  # two traces in one store count apart
+        self.pairs: list[list[Any]] = [
+            [each.counter(parse_limits(rate), rule) for each in self.stores] for rate in RATES
         ]
-        subject, cost = random.choice(SUBJECTS), random.choice((0, 1, 1, 1, 2))
-        answers: list[Any] = [None, None]
-        if verb == "wait":
-            clock.advance_ns(random.choice(WAITS_NS))
-        elif verb == "rewind":
-            clock.advance_ns(-3 * 10**8)
-        elif verb in {"check", "peek"}:
-            answers = [decision_fields(getattr(each, verb)(subject, cost)) for each in pair]
-        elif verb == "refund":
-            charged_ns = random.choice((None, clock.now_ns()))
-            for each in pair:
-                each.refund(subject, cost, charged_ns)
-        elif verb == "several":
-            drawn = [
-                (
-                    random.randrange(len(pairs)),
-                    # A cluster returns what it charged to a denied request, but shortens no slot.
-                    random.choice(STAMPS) if exact else random.randrange(9, STAMP_MAX),
-                    random.choice(SUBJECTS),
-                    random.choice((0, 1, 1, 2)),
-                )
-                for _ in range(random.randrange(1, 6))
-            ]
-            answers = [
-                essence(
-                    owner.check_together(
-                        [(pairs[at][side].stamped(stamp), *rest) for at, stamp, *rest in drawn]
-                    ),
-                    exact=exact,
-                )
-                for side, owner in enumerate((model, store))
-            ]
-        elif verb == "grant":
-            wanted.grant(subject, cost, None)
-            got.grant(subject, cost, None)
-        elif verb == "reset":
-            wanted.reset(subject)
-            got.reset(subject)
-        elif hasattr(got, "owe"):
-            wanted.owe(subject, cost)
-            got.owe(subject, cost)
-        what = f"seed {seed}, step {number}: {verb} {wanted.stamp} {subject} {cost}"
-        assert answers[0] == answers[1], f"{what} of {wanted.limits}"
-        for reference, tested in pairs:
-            looks = [each.peek(subject, 0) for each in (reference, tested)]
-            assert looks[0] == looks[1], f"after {what} of {wanted.limits}: {reference.limits}"
-    for reference, tested in pairs:
-        for subject in SUBJECTS:
-            reference.reset(subject)
-            tested.reset(subject)
+
+    def run(self) -> None:
+        for number in range(STEPS):
+            verb = self.random.choice(VERBS if self.random.random() < 0.97 else SELDOM)
+            stamp, subject = self.random.choice(STAMPS), self.random.choice(SUBJECTS)
+            counters = self.random.choice(self.pairs)
+            pair = [each.stamped(stamp) for each in counters]
+            wanted, got = getattr(self, verb)(pair, subject, self.random.choice((0, 1, 1, 1, 2)))
+            what = f"seed {self.seed}, step {number}: {verb} {stamp} {subject} of {RATES}"
+            assert wanted == got, what
+            for reference, tested in self.pairs:
+                assert reference.peek(subject, 0) == tested.peek(subject, 0), f"after {what}"
+        for reference, tested in self.pairs:
+            for subject in SUBJECTS:
+                self.reset([reference, tested], subject, 0)
+
+    def wait(self, *_: object) -> tuple[None, None]:
+        self.clock.advance_ns(self.random.choice(WAITS_NS))
+        return None, None
+
+    def rewind(self, *_: object) -> tuple[None, None]:
+        self.clock.advance_ns(-3 * 10**8)
+        return None, None
+
+    def check(self, pair: Sequence[Any], subject: str, cost: int) -> list[Any]:
+        return [decision_fields(each.check(subject, cost)) for each in pair]
+
+    def peek(self, pair: Sequence[Any], subject: str, cost: int) -> list[Any]:
+        return [decision_fields(each.peek(subject, cost)) for each in pair]
+
+    def refund(self, pair: Sequence[Any], subject: str, cost: int) -> list[Any]:
+        charged_ns = self.random.choice((None, self.clock.now_ns()))
+        return [each.refund(subject, cost, charged_ns) for each in pair]
+
+    def grant(self, pair: Sequence[Any], subject: str, cost: int) -> list[Any]:
+        return [each.grant(subject, cost, None) for each in pair]
+
+    def reset(self, pair: Sequence[Any], subject: str, _: int) -> list[Any]:
+        return [each.reset(subject) for each in pair]
+
+    def owe(self, pair: Sequence[Any], subject: str, cost: int) -> list[Any]:
+        if all(hasattr(each, "owe") for each in pair):
+            return [each.owe(subject, cost) for each in pair]
+        return [None, None]
+
+    def several(self, _: object, subject: str, __: int) -> list[Any]:
+        """Charge several in one step. Subjects of two slots of a cluster are not one step."""
+        random = self.random
+        drawn = [
+            (
+                random.randrange(len(RATES)),
+                random.choice(STAMPS),
+                random.choice(SUBJECTS) if self.exact else subject,
+                random.choice((0, 1, 1, 2)),
+            )
+            for _ in range(random.randrange(1, 6))
+        ]
+        answers = [
+            store.check_together(
+                [(self.pairs[at][side].stamped(stamp), *rest) for at, stamp, *rest in drawn]
+            )
+            for side, store in enumerate(self.stores)
+        ]
+        if self.exact or all(answers[0]):
+            return [[decision_fields(one) for one in each] for each in answers]
+        # On Redis, a check that would pass says what remains before it, not before the request.
+        return [all(each) for each in answers]
 
 
 @every_connection
@@ -121,4 +123,4 @@ def test_every_engine_counts_requests_in_flight_as_the_reference(
     """Checks alone and together, with costs, repeated stamps, refunds, waits and other limits."""
     with open_store(clock) as store:
         for seed in range(int(EXAMPLES * factory.examples)):
-            trace(seed, store, clock, exact=not factory.server)
+            Trace(seed, store, clock, exact=not factory.server).run()

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from ratekeeper import ConfigError, Decision, Limit, Request
 from ratekeeper.core.model import (
-    UNIT_ALGORITHMS,
     DECISION_FIELDS,
     LOG_UNITS_MAX,
+    UNIT_ALGORITHMS,
     UNITS_MAX,
     AlgorithmName,
     check_name,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratekeeper.core.model import UNIT_ALGORITHMS, MICROS_PER_UNIT, AlgorithmName, Limit
+from ratekeeper.core.model import MICROS_PER_UNIT, UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.ledgers import exact_room, ledger_of, load, outcome
 
 SECOND = 1_000_000_000

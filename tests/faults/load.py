@@ -21,7 +21,7 @@ from threading import Event, Thread
 from typing import NamedTuple
 
 from ratekeeper import AsyncLimiter, Decision, Limit, Limiter, Request
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS
 from ratekeeper.decide.failure import LocalFallback
 from tests.faults.checker import Admitted, excess
 

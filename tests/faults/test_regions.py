@@ -20,7 +20,7 @@ from itertools import permutations
 import pytest
 
 from ratekeeper import AsyncLimiter, Limit
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS
 from ratekeeper.decide.region_monitor import RegionMonitor, RegionStatus
 from ratekeeper.decide.regional import RegionalCounts
 from ratekeeper.decide.store import Store

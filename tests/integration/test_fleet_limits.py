@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ratekeeper import AsyncLimiter, Limit, Limiter, Request
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, Consistency
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, Consistency
 from ratekeeper.decide.stores import open_store
 from ratekeeper.fleet.store import FleetStore
 from tests.conformance.stores import PATIENCE, PATIENT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ratekeeper import Limit
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, AlgorithmName
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.stores import open_store
 from tests.answering import AnsweringStore
 from tests.conformance.stores import PATIENCE

@@ -11,7 +11,7 @@ import pytest
 
 import ratekeeper.core.clock
 from ratekeeper.core.clock import SystemClock
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, DECISION_FIELDS, Limit
+from ratekeeper.core.model import BUCKETS, DECISION_FIELDS, UNIT_ALGORITHMS, Limit
 from ratekeeper.decide.store import LocalCounter, LocalStore
 from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import ALGORITHMS_US

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, AlgorithmName, Limit
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, AlgorithmName, Limit
 
 WINDOWS_US = (1_000, 7_000, 999_999, 1_000_000, 1_500_000, 60_000_000, 86_400_000_000)
 # Most refunds undo one of the latest charges.

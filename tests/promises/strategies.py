@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ratekeeper import CapacityError, Decision, Limit
 from ratekeeper.core.model import (
-    UNIT_ALGORITHMS,
     BUCKETS,
+    UNIT_ALGORITHMS,
     UNITS_MAX,
     WINDOW_NS_MAX,
     AlgorithmName,

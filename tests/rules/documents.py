@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, CONSISTENCIES
+from ratekeeper.core.model import BUCKETS, CONSISTENCIES, UNIT_ALGORITHMS
 from ratekeeper.regions.settings import ACROSS_REGIONS
 from ratekeeper.rules.document.model import (
     ENVOY_QUOTAS,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, Consistency, Limits
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, Consistency, Limits
 from ratekeeper.core.rates import scaled
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper import AsyncLimiter, CapacityError, Limit, Limiter, Request
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS
 from ratekeeper.decide.regional import RegionalUsage, RegionPart
 from ratekeeper.decide.store import Store
 from ratekeeper.rules.splitting import part_count, part_limits, shares_of, usage_of_parts

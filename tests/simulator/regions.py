@@ -36,7 +36,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import CapacityError, StoreError, StoreUnavailable
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, Decision, Limit, Limits
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, Decision, Limit, Limits
 from ratekeeper.decide.regional import (
     Accepted,
     AcrossRegions,

@@ -14,7 +14,7 @@ no options: a burst would be more than 5 in some minute.
 for at most 60 s unless its slot is renewed. It has no options either.
 
 The options of a rate are in any order, each at most once. `algorithm` is the name of one, as in
-`5/minute fixed_window`. A rate that names an algorithm, or is `in any` time or `at once`, has that one;
+`5/minute fixed_window`. A rate that names an algorithm, or has `in any` or `at once`, has that one;
 the `algorithm` that the caller passes applies to the others. `str` of a Limit is its rate string.
 
 Units go from milliseconds to years. Each has a few spellings, and a prefix of a spelling is not a
@@ -53,9 +53,7 @@ LimitsArgument = str | Limit | Sequence[str | Limit]
 
 TEXT_LENGTH_MAX: Final = 1_000
 LIMITS_MAX: Final = 16
-EXAMPLE: Final = (
-    "100/minute, 5 in any minute, 20 at once for 60s, or 10/second; 1000/day burst 9"
-)
+EXAMPLE: Final = "100/minute, 5 in any minute, 20 at once for 60s, or 10/second; 1000/day burst 9"
 
 _SECOND: Final = NS_PER_SECOND
 _UNIT_SPELLINGS: Final[dict[int, str]] = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, AlgorithmName, Limit
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS
 from ratekeeper.decide.algorithms.debt import debt_max
 from ratekeeper.decide.algorithms.holds import lease_ns_max

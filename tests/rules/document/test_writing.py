@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import UNIT_ALGORITHMS, BUCKETS, Limit
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, Limit
 from ratekeeper.rules.document.grammar import limit_data
 from ratekeeper.rules.document.model import (
     Document,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import (
-    UNIT_ALGORITHMS,
     BUCKETS,
+    UNIT_ALGORITHMS,
     AlgorithmName,
     Limits,
     decision_fields,

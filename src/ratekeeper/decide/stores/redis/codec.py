@@ -564,24 +564,7 @@ class ReplyDecoder:
         next(numbers)
         states: list[_LimitState] = []
         for limit, algorithm, kind in self._parts:
-            last_us = -1 if kind == FLIGHT else next(numbers)
-            state: State = None
-            if kind in {BUCKET, FIXED}:
-                amount = next(numbers)
-                if last_us >= 0:
-                    state = (last_us * NS_PER_US, amount)
-            elif kind == COUNTER:
-                previous, current = next(numbers), next(numbers)
-                if last_us >= 0:
-                    state = (last_us * NS_PER_US, previous, current)
-            elif kind == FLIGHT:
-                state = _slots_of(numbers, now_us)
-            elif granted:
-                alive, times = next(numbers), next(numbers)
-                if alive:
-                    state = (_times_ns(cast("bytes", cast("object", times))), 0, alive)
-            else:
-                state = _LogSummary(last_us, next(numbers), next(numbers), now_us)
+            state = _state_of(kind, numbers, now_us, granted=granted)
             credit = None
             if granted:
                 units, ends_us = next(numbers), next(numbers)
@@ -627,6 +610,23 @@ class ReplyDecoder:
             return max(longest_ns, credits_.wait_together(after, now_ns, cost, 0))
         except CapacityError:  # it used granted units; no wait would help
             return 0
+
+
+def _state_of(kind: int, numbers: Iterator[int], now_us: int, *, granted: bool) -> State:
+    """Return one limit's state from the next numbers of a reply."""
+    if kind == FLIGHT:
+        return _slots_of(numbers, now_us)
+    last_us = next(numbers)
+    if kind in {BUCKET, FIXED}:
+        amount = next(numbers)
+        return None if last_us < 0 else (last_us * NS_PER_US, amount)
+    if kind == COUNTER:
+        previous, current = next(numbers), next(numbers)
+        return None if last_us < 0 else (last_us * NS_PER_US, previous, current)
+    if not granted:
+        return _LogSummary(last_us, next(numbers), next(numbers), now_us)
+    alive, times = next(numbers), next(numbers)
+    return (_times_ns(cast("bytes", cast("object", times))), 0, alive) if alive else None
 
 
 def _with_holds(state: State, numbers: Sequence[int], kind: int) -> State:

@@ -1,8 +1,8 @@
 """The scripts that run inside Redis, and the calls of them.
 
-Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS`, `SLOTS` and `LEASES` are one
-text (`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that a
-script makes takes time. `CHANGE` and `CHANGE_SLOTS` do the other verbs. Of a rule that counts
+Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS`, `SLOTS` and `LEASES` are
+one text (`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that
+a script makes takes time. `CHANGE` and `CHANGE_SLOTS` do the other verbs. Of a rule that counts
 requests in flight (`SLOTS`), no node has leases. A server identifies a script by the SHA-1 of its
 text, so two versions of Ratekeeper on one server never run each other's scripts.
 
