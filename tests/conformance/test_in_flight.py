@@ -68,7 +68,7 @@ class Trace:
         return None, None
 
     def rewind(self, *_: object) -> tuple[None, None]:
-        self.clock.advance_ns(-3 * 10**8)
+        self.clock.advance_ns(-(10**5))
         return None, None
 
     def check(self, pair: Sequence[Any], subject: str, cost: int) -> list[Any]:

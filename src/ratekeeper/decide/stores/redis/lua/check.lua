@@ -359,10 +359,14 @@ local function decide_group(first, last, answers)
         rings = {}
     end
 --@ end
+    local pieces = {}
     for number = 1, passes and not look and #staged or 0 do
         local states = staged[number]
         if states[1] then
+            -- A charge of the group before this one may have written more pieces, or fewer.
+            states[3][3] = pieces[states[2]] or states[3][3]
             write(states[1], states[2], states[3], states[4])
+            pieces[states[2]] = max(states[3][3], 1)
         end
 --@ if logs
         for _, ring in pairs(states[5] or {}) do
