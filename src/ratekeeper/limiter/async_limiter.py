@@ -24,7 +24,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.charges import RuleCharge
+from ratekeeper.limiter.charges import RuleCharge, slots_in
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.rules.compiled import RuleCheck
@@ -184,6 +184,14 @@ class AsyncLimiter(LimiterSetup):
         """Undo a decision that spent `cost` units. Raises StoreError. See Limiter.refund."""
         await run_async(self._refund(key, cost, decision))
 
+    async def release(self, decision: Decision) -> None:
+        """Free the slots that a decision took. Raises StoreError. See Limiter.release."""
+        await run_async(self._release(decision))
+
+    async def renew(self, decision: Decision) -> None:
+        """Let the slots of a decision last as long again. See Limiter.renew."""
+        await run_async(self._renew(decision))
+
     async def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units for `ttl` seconds (by default one window). Raises StoreError."""
         await run_async(self._grant(key, units, ttl))
@@ -223,6 +231,8 @@ class AsyncLimiter(LimiterSetup):
             if refund_on_error:
                 await run_async(self._take_back(key, cost, decision))
             raise
+        finally:
+            await run_async(self._release_quietly(decision))
 
     def limit(
         self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
@@ -244,8 +254,13 @@ class AsyncLimiter(LimiterSetup):
             @wraps(function)
             async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait))
-                return await function(*args, **kwargs)
+                decision = await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait))
+                if not slots_in(decision):
+                    return await function(*args, **kwargs)
+                try:
+                    return await function(*args, **kwargs)
+                finally:
+                    await run_async(self._release_quietly(decision))
 
             return limited
 

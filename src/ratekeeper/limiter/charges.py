@@ -1,4 +1,7 @@
-"""The charges of a decision: kept with it, returned by a refund, and made late by a settlement."""
+"""The charges of a decision: kept with it, returned by a refund, and made late by a settlement.
+
+So are its slots of requests in flight: they are freed when the request ends.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from contextlib import suppress
 from typing import Final
 
 from ratekeeper.core.errors import StoreError
-from ratekeeper.core.model import Decision, decision_with
+from ratekeeper.core.model import IN_FLIGHT, Decision, decision_with
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.combine import combine_decisions
-from ratekeeper.decide.store import Counter
+from ratekeeper.decide.store import Counter, stamp_of
 from ratekeeper.rules.compiled import MakeCounter, RuleCheck
 
 # A rule that was charged, and the time of the charge; None if that is not known.
@@ -59,6 +62,19 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
     return [(source, decision.charged_ns)]
 
 
+def slots_in(decision: Decision) -> list[RuleCheck]:
+    """Return the rules whose limits of requests in flight a decision took slots of.
+
+    Their counters are those of the request: they have its stamp.
+    """
+    source = decision.source
+    if isinstance(source, RuleCheck):
+        source = [(source, None)]
+    if not isinstance(source, list) or not decision.allowed:
+        return []
+    return [check for check, _ in source if stamp_of(check.counter)]
+
+
 def refunding(charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
     """Return units to each of these rules. Raises StoreError, after all rules were tried."""
     failure: StoreError | None = None
@@ -98,6 +114,7 @@ def _counters_of_limits(make_counter: MakeCounter, check: RuleCheck) -> list[Cou
     limits of a global rule are counted together, so they have one counter.
     """
     counter, rule = check.counter, check.rule
-    if len(counter.limits) == 1 or rule.across is not None:
+    limits = [limit for limit in counter.limits if limit.algorithm != IN_FLIGHT]
+    if len(counter.limits) == len(limits) == 1 or rule.across is not None:
         return [counter]
-    return [make_counter((limit,), rule.id) for limit in counter.limits]
+    return [make_counter((limit,), rule.id) for limit in limits]

@@ -20,6 +20,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
+from ratekeeper.limiter.charges import slots_in
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.rules.explain import Explanation
@@ -113,6 +114,24 @@ class Limiter(LimiterSetup):
         """
         run(self._refund(key, cost, decision))
 
+    def release(self, decision: Decision) -> None:
+        """Free the slots that a decision took of limits of requests in flight.
+
+        Call it when the request has ended. It may be called again, and for any decision: it frees
+        no slot of another request. `refund` and `settle` of the decision free its slots, too; so do
+        `hold` and the decorator at the end of the block or the call. A slot that is not freed ends
+        after the limit's longest time. Raises StoreError.
+        """
+        run(self._release(decision))
+
+    def renew(self, decision: Decision) -> None:
+        """Let the slots of a decision last for the limit's longest time from now.
+
+        For a request that takes longer: call it at a third of that time. Raises SlotLost if the
+        time was over and other requests have all slots; StoreError.
+        """
+        run(self._renew(decision))
+
     def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units on top of every limit for `ttl` seconds (by default one window).
 
@@ -155,6 +174,8 @@ class Limiter(LimiterSetup):
             if refund_on_error:
                 run(self._take_back(key, cost, decision))
             raise
+        finally:
+            run(self._release_quietly(decision))
 
     def limit(
         self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
@@ -172,8 +193,13 @@ class Limiter(LimiterSetup):
             @wraps(function)
             def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                run(self._pass(subject, cost_of(cost, args, kwargs), wait))
-                return function(*args, **kwargs)
+                decision = run(self._pass(subject, cost_of(cost, args, kwargs), wait))
+                if not slots_in(decision):
+                    return function(*args, **kwargs)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    run(self._release_quietly(decision))
 
             return limited
 

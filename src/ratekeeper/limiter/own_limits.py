@@ -5,6 +5,7 @@ from __future__ import annotations
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
 from ratekeeper.core.subjects import Key, subject_of, subject_of_request
+from ratekeeper.decide.algorithms.in_flight import new_stamp
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import Store
 from ratekeeper.rules.compiled import (
@@ -13,6 +14,7 @@ from ratekeeper.rules.compiled import (
     LimitChoice,
     PreparedLimits,
     RuleCheck,
+    stamped_plan,
 )
 from ratekeeper.rules.document.model import Rule
 
@@ -53,7 +55,7 @@ class OwnLimits:
     def plan(self, key: Key | Request, cost: int) -> CheckPlan:
         """Return the one charge of a check."""
         subject = self.subject_of(key)
-        return CheckPlan(
+        plan = CheckPlan(
             (
                 RuleCheck(
                     self.counter,
@@ -68,6 +70,7 @@ class OwnLimits:
                 ),
             )
         )
+        return stamped_plan(plan, new_stamp()) if self._prepared.has_slots else plan
 
     def subject_of(self, key: Key | Request) -> str:
         """Return the subject that a key or a request is counted under."""

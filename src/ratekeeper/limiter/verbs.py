@@ -40,7 +40,13 @@ from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
 from ratekeeper.decide.store import Store
 from ratekeeper.limiter.arguments import request_of
-from ratekeeper.limiter.charges import RuleCharge, charges_in, charging, refunding
+from ratekeeper.limiter.charges import (
+    RuleCharge,
+    charges_in,
+    charging,
+    refunding,
+    slots_in,
+)
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
@@ -184,12 +190,27 @@ class LimiterVerbs:
         charged_ns = decision.charged_ns
         if charged_ns is None:
             return []
-        if self._own is not None:
+        if self._own is not None and not slots_in(decision):
             return [(check, charged_ns) for check in plan.checks]
         if decision.source is not None:
             return charges_in(decision)
         # A copy of a decision, from another process: only its own rule is known.
         return [(check, charged_ns) for check in plan.checks if check.rule.id == decision.rule]
+
+    def _release(self, decision: Decision) -> Steps[None]:
+        """Free the slots that a decision took. Raises StoreError."""
+        _check_decision(decision)
+        yield from self._path.freeing(slots_in(decision))
+
+    def _release_quietly(self, decision: Decision) -> Steps[None]:
+        """Free the slots that a decision took, or let them end by themselves."""
+        with suppress(StoreError):
+            yield from self._path.freeing(slots_in(decision))
+
+    def _renew(self, decision: Decision) -> Steps[None]:
+        """Let the slots of a decision last as long again. Raises SlotLost, StoreError."""
+        _check_decision(decision)
+        yield from self._path.renewing(self._store.counter, slots_in(decision))
 
     def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
         return self._grant_rules(self._plan(key, units, "units").checks, ttl)
@@ -225,6 +246,8 @@ class LimiterVerbs:
         check_name("reservation", reservation)
         units = units_of(actual, "actual") - units_of(reserved, "reserved")
         settling = self._settle_units(key, units, decision)
+        if decision is not None:  # the request has ended
+            yield from self._release_quietly(decision)
         if not reservation:
             return (yield from settling)
         return (yield from self._once(key, reservation, settling)) or 0

@@ -134,6 +134,7 @@ class InFlight:
 
 
 NEEDS_STRICT: Final = (
-    "requests in flight are counted where all nodes see them at once, so a rule with a limit such "
-    'as "20 at once for 60s" has consistency strict and scope region, or its share of scope split'
+    'a limit of requests in flight, such as "20 at once for 60s", is decided by the store on every '
+    "check, because nobody can return a slot that another node has leased; write consistency: "
+    "strict and scope: region"
 )
