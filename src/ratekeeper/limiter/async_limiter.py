@@ -24,7 +24,8 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.charges import RuleCharge, slots_in
+from ratekeeper.limiter.charges import RuleCharge
+from ratekeeper.limiter.renewal import renewed_on_loop
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.rules.compiled import RuleCheck
@@ -225,6 +226,7 @@ class AsyncLimiter(LimiterSetup):
     ) -> AsyncIterator[Decision]:
         """Spend before the block runs, or raise LimitExceeded. See Limiter.hold."""
         decision = await run_async(self._pass(key, cost, wait))
+        renewal = renewed_on_loop(self._renew, decision)
         try:
             yield decision
         except BaseException:
@@ -232,7 +234,9 @@ class AsyncLimiter(LimiterSetup):
                 await run_async(self._take_back(key, cost, decision))
             raise
         finally:
-            await run_async(self._release_quietly(decision))
+            if renewal is not None:
+                renewal.stop()
+                await run_async(self._release_quietly(decision))
 
     def limit(
         self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
@@ -255,11 +259,13 @@ class AsyncLimiter(LimiterSetup):
             async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
                 decision = await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait))
-                if not slots_in(decision):
+                renewal = renewed_on_loop(self._renew, decision)
+                if renewal is None:
                     return await function(*args, **kwargs)
                 try:
                     return await function(*args, **kwargs)
                 finally:
+                    renewal.stop()
                     await run_async(self._release_quietly(decision))
 
             return limited

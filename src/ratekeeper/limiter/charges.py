@@ -12,8 +12,9 @@ from typing import Final
 from ratekeeper.core.errors import StoreError
 from ratekeeper.core.model import IN_FLIGHT, Decision, decision_with
 from ratekeeper.core.steps import Call, Steps
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.combine import combine_decisions
-from ratekeeper.decide.store import Counter, stamp_of
+from ratekeeper.decide.store import Counter, stamp_of, stamped
 from ratekeeper.rules.compiled import MakeCounter, RuleCheck
 
 # A rule that was charged, and the time of the charge; None if that is not known.
@@ -73,6 +74,16 @@ def slots_in(decision: Decision) -> list[RuleCheck]:
     if not isinstance(source, list) or not decision.allowed:
         return []
     return [check for check, _ in source if stamp_of(check.counter)]
+
+
+def without_slots(charges: Sequence[RuleCharge]) -> list[RuleCharge]:
+    """Return the charges with counters whose refund frees no slot."""
+    return [
+        (check._replace(counter=stamped(check.counter, NO_STAMP)), charged_ns)
+        if stamp_of(check.counter)
+        else (check, charged_ns)
+        for check, charged_ns in charges
+    ]
 
 
 def refunding(charges: Sequence[RuleCharge], cost: int) -> Steps[None]:

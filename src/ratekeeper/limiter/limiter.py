@@ -20,7 +20,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.charges import slots_in
+from ratekeeper.limiter.renewal import renewed_in_thread
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.rules.explain import Explanation
@@ -118,17 +118,18 @@ class Limiter(LimiterSetup):
         """Free the slots that a decision took of limits of requests in flight.
 
         Call it when the request has ended. It may be called again, and for any decision: it frees
-        no slot of another request. `refund` and `settle` of the decision free its slots, too; so do
-        `hold` and the decorator at the end of the block or the call. A slot that is not freed ends
-        after the limit's longest time. Raises StoreError.
+        no slot of another request. A `refund` of the decision frees its slots, too; so do `hold`
+        and the decorator at the end of the block or the call. A slot that is not freed ends after
+        the limit's longest time. Raises StoreError.
         """
         run(self._release(decision))
 
     def renew(self, decision: Decision) -> None:
         """Let the slots of a decision last for the limit's longest time from now.
 
-        For a request that takes longer: call it at a third of that time. Raises SlotLost if the
-        time was over and other requests have all slots; StoreError.
+        For a request that takes longer: call it at a third of that time, as `hold`, the decorator
+        and the middleware do. Raises SlotLost if the time was over and other requests have all
+        slots; StoreError.
         """
         run(self._renew(decision))
 
@@ -168,6 +169,7 @@ class Limiter(LimiterSetup):
         costs nothing.
         """
         decision = run(self._pass(key, cost, wait))
+        renewal = renewed_in_thread(self._renew, decision)
         try:
             yield decision
         except BaseException:
@@ -175,7 +177,9 @@ class Limiter(LimiterSetup):
                 run(self._take_back(key, cost, decision))
             raise
         finally:
-            run(self._release_quietly(decision))
+            if renewal is not None:
+                renewal.stop()
+                run(self._release_quietly(decision))
 
     def limit(
         self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
@@ -194,11 +198,13 @@ class Limiter(LimiterSetup):
             def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
                 decision = run(self._pass(subject, cost_of(cost, args, kwargs), wait))
-                if not slots_in(decision):
+                renewal = renewed_in_thread(self._renew, decision)
+                if renewal is None:
                     return function(*args, **kwargs)
                 try:
                     return function(*args, **kwargs)
                 finally:
+                    renewal.stop()
                     run(self._release_quietly(decision))
 
             return limited

@@ -46,6 +46,7 @@ from ratekeeper.limiter.charges import (
     charging,
     refunding,
     slots_in,
+    without_slots,
 )
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
@@ -173,7 +174,9 @@ class LimiterVerbs:
         _check_decision(decision)
         charges = self._charges_of(key, cost, decision)
         if not switches.limiting_off:
-            yield from refunding(charges, cost)
+            yield from refunding(without_slots(charges), cost)
+        if decision is not None:
+            yield from self._release(decision)
 
     def _refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
         units = units_of(cost, "cost")
@@ -246,8 +249,6 @@ class LimiterVerbs:
         check_name("reservation", reservation)
         units = units_of(actual, "actual") - units_of(reserved, "reserved")
         settling = self._settle_units(key, units, decision)
-        if decision is not None:  # the request has ended
-            yield from self._release_quietly(decision)
         if not reservation:
             return (yield from settling)
         return (yield from self._once(key, reservation, settling)) or 0
@@ -285,8 +286,9 @@ class LimiterVerbs:
         self, key: Key | Request, units: int, decision: Decision | None
     ) -> Steps[int]:
         """Refund units below 0; charge those above 0, and return how many did not fit."""
-        if units < 0:
-            yield Call(self.refund, key, -units, decision)
+        if units < 0 and not switches.limiting_off:
+            charges = self._charges_of(key, -units, decision)
+            yield from refunding(without_slots(charges), -units)
         if units <= 0 or switches.limiting_off:
             return 0
         if decision is not None and decision.charged_ns is None:
