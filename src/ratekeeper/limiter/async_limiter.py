@@ -94,9 +94,15 @@ class AsyncLimiter(LimiterSetup):
         """
         return self._check_at_once is not None and "evaluate" not in vars(self)
 
-    async def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
-        """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""
-        return await run_async(self._evaluate_all(checks))
+    async def evaluate_all(
+        self, checks: Sequence[tuple[Key | Request, int]], stamps: Sequence[int] = ()
+    ) -> list[CheckResult]:
+        """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter.
+
+        `stamps` names the slots of each request, as far as the caller has chosen names; 0: it has
+        not. A request that is checked again with its stamp renews its slot.
+        """
+        return await run_async(self._evaluate_all(checks, stamps))
 
     async def settle(
         self,
@@ -192,6 +198,14 @@ class AsyncLimiter(LimiterSetup):
     async def renew(self, decision: Decision) -> None:
         """Let the slots of a decision last as long again. See Limiter.renew."""
         await run_async(self._renew(decision))
+
+    async def release_stamp(self, key: Key | Request, stamp: int) -> None:
+        """Free the slots of the request of this key that has this stamp. Raises StoreError."""
+        await run_async(self._release_stamp(key, stamp))
+
+    async def renew_stamp(self, key: Key | Request, stamp: int) -> None:
+        """Let the slots of the request with this stamp last as long again. See Limiter.renew."""
+        await run_async(self._renew_stamp(key, stamp))
 
     async def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units for `ttl` seconds (by default one window). Raises StoreError."""

@@ -38,7 +38,7 @@ from ratekeeper.core.steps import Call, Steps, Undo
 from ratekeeper.core.subjects import Key, subject_of
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import Store, stamped
 from ratekeeper.limiter.arguments import request_of
 from ratekeeper.limiter.charges import (
     RuleCharge,
@@ -51,7 +51,7 @@ from ratekeeper.limiter.charges import (
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
-from ratekeeper.rules.compiled import CheckPlan, RuleCheck
+from ratekeeper.rules.compiled import CheckPlan, RuleCheck, stamped_plan
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
 from ratekeeper.rules.splitting import shares_of
@@ -125,9 +125,14 @@ class LimiterVerbs:
         return (yield from self._peek_result(key, cost)).decision
 
     def _evaluate_all(
-        self, checks: Sequence[tuple[Key | Request, int]]
+        self, checks: Sequence[tuple[Key | Request, int]], stamps: Sequence[int] = ()
     ) -> Steps[list[CheckResult]]:
         planned = [(self._plan(key, cost), key) for key, cost in checks]
+        if stamps:
+            planned = [
+                (stamped_plan(plan, stamp) if stamp else plan, key)
+                for (plan, key), stamp in zip(planned, stamps, strict=True)
+            ]
         if switches.limiting_off:
             return [CheckResult(self._unlimited(), kind="unlimited") for _ in checks]
         decided = yield from self._path.deciding(planned)
@@ -214,6 +219,28 @@ class LimiterVerbs:
         """Let the slots of a decision last as long again. Raises SlotLost, StoreError."""
         _check_decision(decision)
         yield from self._path.renewing(self._store.counter, slots_in(decision))
+
+    def _slots_of(self, key: Key | Request, stamp: int) -> list[RuleCheck]:
+        """Return the rules in which a request with this stamp may have slots."""
+        plan = stamped_plan(self._plan(key, 1), stamp)
+        return [check for check in plan.checks if check.prepared.has_slots]
+
+    def _release_stamp(self, key: Key | Request, stamp: int) -> Steps[None]:
+        parts = [
+            check._replace(counter=stamped(counter, stamp), counted=subject)
+            for check in self._slots_of(key, stamp)
+            for counter, subject in check.parts
+        ]
+        yield from self._path.freeing(parts)
+
+    def _renew_stamp(self, key: Key | Request, stamp: int) -> Steps[None]:
+        checks = self._slots_of(key, stamp)
+        if any(len(check.prepared.counters) > 1 for check in checks):
+            raise ConfigError(
+                "a slot of a rule with `split` cannot be renewed by its number, which does not say "
+                "in which part it is; raise the longest time of the limit"
+            )
+        yield from self._path.renewing(self._store.counter, checks)
 
     def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
         return self._grant_rules(self._plan(key, units, "units").checks, ttl)

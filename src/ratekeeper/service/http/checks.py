@@ -1,4 +1,4 @@
-"""POST /v1/check, POST /v1/check/batch and POST /v1/settle.
+"""POST /v1/check, POST /v1/check/batch, POST /v1/settle and POST /v1/release.
 
 A check delays a request of the client, so everything that can be looked up is looked up when the
 handlers are made, and nothing is awaited but a remote store.
@@ -50,8 +50,10 @@ from ratekeeper.core.model import (
     Request,
     ResultKind,
 )
+from ratekeeper.decide.algorithms.in_flight import STAMP_MAX
+from ratekeeper.decide.store import stamp_of
 from ratekeeper.limiter import AsyncLimiter
-from ratekeeper.limiter.charges import RuleCharge, charges_in
+from ratekeeper.limiter.charges import RuleCharge, charges_in, slots_in
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.document.model import Rule
 from ratekeeper.service.http.bodies import body_reader
@@ -89,6 +91,8 @@ _new_tuple: Final = tuple.__new__
 
 RESERVATION_LENGTH_MAX: Final = 128
 CHARGED_LENGTH_MAX: Final = 16_384
+# Numbers that every JSON parser reads exactly.
+Slot = Annotated[int, Meta(ge=0, le=STAMP_MAX)]
 Units = Annotated[int, Meta(ge=0, le=UNITS_MAX)]
 Attributes = Annotated[
     dict[str, str],
@@ -123,6 +127,32 @@ class CheckBody(RequestFields, forbid_unknown_fields=True, gc=False):
     settle: Annotated[
         bool, Meta(description="True if the cost will be settled: the reply has `charged`.")
     ] = False
+    slot: Annotated[
+        Slot,
+        Meta(
+            description="Under a limit of requests in flight: a random number that names the slot "
+            "of this request, so that the check can be repeated if its reply is lost. By default "
+            "the service chooses one."
+        ),
+    ] = 0
+
+
+class ReleaseBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
+    """A request that was checked, and the number of its slot."""
+
+    slot: Annotated[Slot, Meta(description="As in the reply to the check.")]
+    renew: Annotated[
+        bool,
+        Meta(
+            description="True: the request goes on, and its slot lasts as long again as at first."
+        ),
+    ] = False
+
+
+class ReleaseReply(msgspec.Struct):
+    """The slot is free, or it was renewed."""
+
+    in_flight: Annotated[bool, Meta(description="True if the slot was renewed.")]
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -192,6 +222,13 @@ class CheckReply(msgspec.Struct, gc=False):
     charged: Annotated[
         str | msgspec.UnsetType,
         Meta(description="The charges and their times, for the settlement; if `settle` is true."),
+    ] = msgspec.UNSET
+    slot: Annotated[
+        int | msgspec.UnsetType,
+        Meta(
+            description="The number of the request's slot, if a limit counts requests in flight: "
+            "release it when the request ends."
+        ),
     ] = msgspec.UNSET
 
 
@@ -268,6 +305,7 @@ def routes(context: ServiceContext) -> Routes:
         "/v1/check": {"POST": ServiceRoute(_check(context), "check")},
         "/v1/check/batch": {"POST": ServiceRoute(_batch(context), "check")},
         "/v1/settle": {"POST": ServiceRoute(_settle(context), "check")},
+        "/v1/release": {"POST": ServiceRoute(_release(context), "check")},
     }
 
 
@@ -278,6 +316,8 @@ class ReadCheck(NamedTuple):
     cost: int
     settles: bool
     """True if the caller will settle the cost, and needs the charges."""
+    slot: int
+    """The number that the caller has chosen for the request's slot; 0 if it has not."""
 
 
 class RememberedChecks:
@@ -294,7 +334,7 @@ class RememberedChecks:
     def read(self, body: bytes) -> ReadCheck:
         """Decode a body into a request and its cost. Raises BodyRejected, ConfigError."""
         fields = self._decode(body)
-        found = ReadCheck(request_of(fields), fields.cost, fields.settle)
+        found = ReadCheck(request_of(fields), fields.cost, fields.settle, fields.slot)
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self.by_body) >= REMEMBERED_MAX:
                 self.by_body.clear()
@@ -314,13 +354,15 @@ def _check(context: ServiceContext) -> Handler:
 
     async def check(http_request: ServiceRequest) -> ServiceReply:
         body = http_request[2]
-        request, cost, settles = by_body.get(body) or remembered.read(body)
+        request, cost, settles, slot = by_body.get(body) or remembered.read(body)
         scope = http_request[3].scope
         if scope:
             request = in_scope(http_request.token, request)
         started_ns = perf_counter_ns()
         try:
-            if evaluate_at_once is None:
+            if slot:
+                [result] = await limiter.evaluate_all([(request, cost)], [slot])
+            elif evaluate_at_once is None:
                 result = await limiter.evaluate(request, cost)
             else:
                 result = evaluate_at_once(request, cost)
@@ -331,7 +373,8 @@ def _check(context: ServiceContext) -> Handler:
         if recorder is not None:
             recorder.note(request, result, cost, decided_ns, http_request[4])
         decision, _, kind, shadow_denied, _, _ = result
-        if kind != "limited" or not decision.allowed or decision.degraded or settles:
+        is_plain = kind == "limited" and decision.allowed and not decision.degraded
+        if not is_plain or settles or _may_have_slot(decision.source):
             return check_reply(result, decided_ns, style, settles=settles)
         # The common reply, without the two calls that `check_reply` would take.
         headers = raw_headers_of(result, decided_ns, style)
@@ -352,6 +395,13 @@ def _check(context: ServiceContext) -> Handler:
         return _new_tuple(ServiceReply, (200, headers, encode(reply)))
 
     return check
+
+
+def _may_have_slot(source: Any) -> bool:
+    """Return True if the check of a decision may have taken a slot. Its source says so."""
+    if type(source) is list:
+        return any(check.prepared.has_slots for check, _ in source)
+    return type(source) is RuleCheck and source.prepared.has_slots
 
 
 async def _capacity_reply(
@@ -401,6 +451,8 @@ def check_members(result: CheckResult, *, settles: bool = False) -> dict[str, An
         members["penalty"] = decision.penalty
     if settles and decision.allowed:
         members["charged"] = charged_text(decision)
+    for check in slots_in(decision):
+        members["slot"] = stamp_of(check.counter)  # that of all rules
     return members
 
 
@@ -414,13 +466,14 @@ def _batch(context: ServiceContext) -> Handler:
     async def batch(http_request: ServiceRequest) -> ServiceReply:
         body = read(http_request.body)
         settles = [each.settle for each in body.checks]
+        slots = [each.slot for each in body.checks]
         ids = repeat(http_request.request_id)
         wanted = [
             (in_scope(http_request.token, request_of(each)), each.cost) for each in body.checks
         ]
         if body.atomic:
             started_ns = perf_counter_ns()
-            decided = await limiter.evaluate_all(wanted)
+            decided = await limiter.evaluate_all(wanted, slots)
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
                 context.recorder.note_all(
@@ -428,18 +481,22 @@ def _batch(context: ServiceContext) -> Handler:
                 )
             results: list[Any] = list(map(_batch_decision, decided, settles))
         elif is_remote:
-            results = await asyncio.gather(*map(one, wanted, settles, ids))
+            results = await asyncio.gather(*map(one, wanted, settles, slots, ids))
         else:
-            results = [await each for each in map(one, wanted, settles, ids)]
+            results = [await each for each in map(one, wanted, settles, slots, ids)]
         return json_reply(BatchReply(results))
 
     async def one(
-        check: tuple[Request, int], settles: bool, request_id: bytes
+        check: tuple[Request, int], settles: bool, slot: int, request_id: bytes
     ) -> BatchDecision | BatchError:
         request, cost = check
         started_ns = perf_counter_ns()
         try:
-            result = await limiter.evaluate(request, cost)
+            [result] = (
+                await limiter.evaluate_all([check], [slot])
+                if slot
+                else [await limiter.evaluate(request, cost)]
+            )
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
                 context.recorder.note(request, result, cost, context.now_ns(), request_id)
@@ -487,6 +544,21 @@ def _settle(context: ServiceContext) -> Handler:
         return json_reply(SettleReply(settled or 0))
 
     return settle
+
+
+def _release(context: ServiceContext) -> Handler:
+    read = body_reader(ReleaseBody)
+
+    async def release(http_request: ServiceRequest) -> ServiceReply:
+        body = read(http_request.body)
+        request = in_scope(http_request.token, request_of(body))
+        if body.renew:
+            await context.limiter.renew_stamp(request, body.slot)
+        else:
+            await context.limiter.release_stamp(request, body.slot)
+        return json_reply(ReleaseReply(body.renew))
+
+    return release
 
 
 async def _record_settled(context: ServiceContext, request: Request, units: int) -> None:
