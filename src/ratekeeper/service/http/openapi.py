@@ -218,6 +218,7 @@ _MEANING: Final[dict[int, str]] = {
     401: "The token is missing or unknown.",
     403: "The token does not permit this, or the client is on the deny list.",
     408: "The body did not arrive in time.",
+    409: "The slot is lost: others have all slots of the limit.",
     413: "The body is too large.",
     415: "The type of the body is not supported.",
     422: "The cost can never fit a limit; waiting does not help.",
