@@ -78,13 +78,15 @@ class ReferenceCounter:
                 credit,
             )
 
-    def owe(self, subject: str, units: int, now_ns: int) -> None:
-        if units == 0:
-            return
-        for limit, identity, algorithm in self._parts:
+    def owe(self, subject: str, units: int, now_ns: int) -> int:
+        forgiven = 0
+        for limit, identity, algorithm in self._parts if units else ():
             key = (self._rule, identity, subject)
             state, credit = self._states.get(key, (None, None))
-            self._states[key] = (algorithm.owe(state, limit, now_ns, units), credit)
+            after, left, beyond = credits_.owe(algorithm, state, credit, limit, now_ns, units)
+            forgiven = max(forgiven, beyond)
+            self._states[key] = (after, left)
+        return forgiven
 
     def grant(self, subject: str, units: int, ttl_ns: int | None, now_ns: int) -> None:
         if units == 0:

@@ -35,8 +35,7 @@ def apply(step: Step, kernel: _kernel.Counter, reference: ReferenceCounter) -> t
         kernel.refund(subject, units, charged_ns, now_ns)
         reference.refund(subject, units, charged_ns, now_ns)
     elif verb == "owe":
-        kernel.owe(subject, units, now_ns)
-        reference.owe(subject, units, now_ns)
+        return kernel.owe(subject, units, now_ns), reference.owe(subject, units, now_ns)
     elif verb == "grant":
         kernel.grant(subject, units, step.ttl_ns, now_ns)
         reference.grant(subject, units, step.ttl_ns, now_ns)

@@ -119,9 +119,10 @@ typedef struct {
     const rk_limit *limits;
     int count;
     int64_t now_ns, units, time_ns;
+    int64_t forgiven; /* set by RK_OWE: the most units of a limit that exceeded its bound */
 } rk_change;
 
-rk_status rk_apply(rk_table *table, const rk_change *change);
+rk_status rk_apply(rk_table *table, rk_change *change);
 
 /* Remember a name for a subject, for `lasts_ns` and until RK_MARKS_MAX newer ones have come;
  * `is_new` says whether it was not known. The name is from 1 to 2^61. */
