@@ -41,6 +41,8 @@ State = _Plain | _Held | _Owing | None
 # The expired front of the array is removed when it is longer than the live part, but not if it is
 # shorter than this: copying a few entries again and again would cost more than it frees.
 _DEAD_ENTRIES_MIN = 64
+# Times of leases are whole microseconds, as on Redis.
+_STEP_NS = 1_000
 
 
 def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
@@ -274,7 +276,7 @@ class _Sequence:
             first += [until_ns] * units
         # If the limit was raised, debt has entered the log with its last entry. If all entries are
         # held, it did so before the first of them ends.
-        last_ns = times[end - 1] if end > start else first[0] - limit.window_ns + 1
+        last_ns = times[end - 1] if end > start else first[0] - limit.window_ns + _STEP_NS
         filled = min(debt, max(limit.limit - len(first), 0))
         self._length = len(first) + debt
         self._first = sorted(first + [last_ns] * filled)
