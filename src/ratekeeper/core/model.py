@@ -617,6 +617,24 @@ class CheckResult(NamedTuple):
     """The subject of each rule in `shadow_denied`; empty if they are not known."""
 
 
+class Settlement(NamedTuple):
+    """What a settled request is charged. See Limiter.settle.
+
+    `charged`    units in all: the most that a later refund of the request can return.
+    `forgiven`   units of the cost that a limit of the request did not charge, because it owes as
+                 much as it may already. If several did so, the most of them.
+    `uncounted`  units of the cost whose charge a store has not confirmed. They are not charged
+                 again, because they may have been charged.
+    `repeated`   True if the reservation was settled before: then nothing was changed, and the
+                 other numbers are 0.
+    """
+
+    charged: int
+    forgiven: int = 0
+    uncounted: int = 0
+    repeated: bool = False
+
+
 def units_of(units: int, what: str) -> int:
     """Return a cost or number of units as an int; raise InvalidCost unless it is whole and >= 0."""
     if type(units) is int and units >= 0:

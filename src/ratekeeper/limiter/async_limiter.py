@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from ratekeeper.core import switches
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import CheckResult, Decision, Request, units_of
+from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
 from ratekeeper.core.steps import Call, Steps, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
@@ -104,7 +104,7 @@ class AsyncLimiter(LimiterSetup):
         actual: int,
         decision: Decision | None = None,
         reservation: str = "",
-    ) -> int:
+    ) -> Settlement:
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
         return await run_async(self._settle(key, reserved, actual, decision, reservation))
 
@@ -112,17 +112,16 @@ class AsyncLimiter(LimiterSetup):
         self,
         key: Key | Request,
         reservation: str,
-        settle: Callable[[], Awaitable[int]],
+        settle: Callable[[], Awaitable[Settlement]],
         scope: tuple[str, ...] = (),
-    ) -> int | None:
+    ) -> Settlement:
         """Await `settle`, unless the store knows a settlement of this reservation of the key.
 
-        Returns its result, or None if it was not called. If `settle` raises, a later call tries
-        again. Reservations of another `scope` are others.
+        If `settle` raises, a later call tries again. Reservations of another `scope` are others.
         """
 
-        def settling() -> Steps[int]:
-            result: int = yield Call(settle)
+        def settling() -> Steps[Settlement]:
+            result: Settlement = yield Call(settle)
             return result
 
         return await run_async(self._once(key, reservation, settling(), scope))

@@ -103,9 +103,7 @@ class LeasingAlgorithm(Algorithm, Protocol):
 
     def reset(self, state: State, limit: Limit, now_ns: int, /) -> State: ...
 
-    def owe(
-        self, state: State, limit: Limit, now_ns: int, units: int, /
-    ) -> tuple[State, int]: ...
+    def owe(self, state: State, limit: Limit, now_ns: int, units: int, /) -> tuple[State, int]: ...
 
 
 ALGORITHMS: Final[dict[AlgorithmName, LeasingAlgorithm]] = {

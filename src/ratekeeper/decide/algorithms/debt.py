@@ -18,7 +18,8 @@ So all algorithms admit later what they would have admitted had the units been c
 there was room for them, and before those of any other request.
 
 The bound, `Limit.debt_max`, keeps one charge from locking a client out for long. What exceeds it is
-*forgiven*. It is that of the limit which reads the debt: a limit lowered from 1,000 a second to 1 a minute does not inherit the debt of a year.
+*forgiven*. It is that of the limit which reads the debt: a limit lowered from 1,000 a second to 1 a
+minute does not inherit the debt of a year.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ _IN_FULL: Final = record(
     Field("refill_every", seconds("1s"),
           "Of a token_bucket: the units of this time are added at once, at its end."),
     Field("debt", whole(0, UNITS_MAX, 5_000),
-          "The units that a cost settled late may owe at most; 0: never. By default the capacity, or "
-          "what ten minutes pay back if that is more."),
+          "The units that the limit owes at most after a cost was settled late; 0: none. By default "
+          "the capacity, or what ten minutes pay back if that is more."),
     Field("name", _name("logins"),
           "Distinguishes limits with the same algorithm and window; counts are stored under it."),
 )
@@ -266,7 +266,8 @@ _LIMIT: Final = named("limit", "A limit as a mapping.", _IN_FULL)
 _RATE: Final = named(
     "rate",
     "Rates: units per time, with an optional burst, capacity, refill step, debt or algorithm; or "
-    "units `in any` time, which no window of that length exceeds; separate several by `;`, `,` or `|`. "
+    "units `in any` time, which no window of that length exceeds; separate several by `;`, `,` or "
+    "`|`. "
     "Units of time: ms, second (s), minute (m), hour (h), day (d), week (w), month, year.",
     text("10/second; 1000/day burst 200", TEXT_LENGTH_MAX, pattern=_RATE_FORM),
 )

@@ -524,8 +524,7 @@ class ReplyDecoder:
                     credit = (units, ends_us * NS_PER_US)
             if held:
                 state = _with_holds(state, [next(numbers) for _ in range(4)], kind)
-            if owing:
-                state = _with_debt(state, next(numbers), kind)
+            state = _with_debt(state, next(numbers) if owing else 0, kind)
             states.append((limit, algorithm, state, credit))
         return states
 

@@ -2,8 +2,9 @@
 
 Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS` and `LEASES` are one text
 (`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that a script
-makes takes time. `OWE` charges in full, and `CHANGE` does the other verbs. A server identifies a script by the SHA-1 of its
-text, so two versions of Ratekeeper on one server never run each other's scripts.
+makes takes time. `OWE` charges in full, and `CHANGE` does the other verbs. A server identifies a
+script by the SHA-1 of its text, so two versions of Ratekeeper on one server never run each other's
+scripts.
 
 `batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
 of one request. The groups are decided in order, and each of them alone: every charge of a group
