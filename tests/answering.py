@@ -77,6 +77,9 @@ class AnsweringCounter:
     def owe(self, subject: str, units: int) -> int:
         return cast("int", answer(self.counter.owe(subject, units), self._link))
 
+    def owed(self, subject: str) -> int:
+        return cast("int", answer(self.counter.owed(subject), self._link))
+
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         answer(self.counter.grant(subject, units, ttl_ns), self._link)
 

@@ -295,6 +295,10 @@ class GlobalCounter:
         """
         return asking(self._owing, subject, units)
 
+    def owed(self, subject: str) -> int:  # noqa: ARG002 - as of every counter
+        """Return 0: a global limit owes nothing."""
+        return 0
+
     def _owing(self, subject: str, units: int) -> Steps[int]:
         counter = cast("Counter", self)
         for _ in range(_OWE_ATTEMPTS_MAX):

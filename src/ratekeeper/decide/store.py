@@ -147,6 +147,10 @@ class CounterOf(Protocol[Decided_co, Owed_co, Done_co]):
         """
         ...
 
+    def owed(self, subject: str, /) -> Owed_co:
+        """Return the units that a limit of the rule owes now: the most of them. Spends nothing."""
+        ...
+
     def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> Done_co:
         """Add extra units on top of every limit for `ttl_ns` (None: one window)."""
         ...

@@ -115,6 +115,10 @@ class NodeCounter:
         """Charge in full at the authority; this node asks it at the next check."""
         return asking(self.owing, subject, units)
 
+    def owed(self, subject: str) -> int | Ask:
+        """Return what the authority's limits owe."""
+        return self.counter.owed(subject)
+
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask:
         """Grant at the authority."""
         return asking(self.granting, subject, units, ttl_ns)

@@ -105,6 +105,8 @@ class LeasingAlgorithm(Algorithm, Protocol):
 
     def owe(self, state: State, limit: Limit, now_ns: int, units: int, /) -> tuple[State, int]: ...
 
+    def debt_of(self, state: State, limit: Limit, now_ns: int, /) -> int: ...
+
 
 ALGORITHMS: Final[dict[AlgorithmName, LeasingAlgorithm]] = {
     "token_bucket": token_bucket,

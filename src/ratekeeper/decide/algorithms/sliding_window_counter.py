@@ -184,6 +184,11 @@ def owe(state: State, limit: Limit, now_ns: int, units: int) -> tuple[State, int
     return after, debt - owed
 
 
+def debt_of(state: State, limit: Limit, now_ns: int) -> int:
+    """Return the units that are owed."""
+    return _rolled(state, limit, now_ns)[4]
+
+
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
     """Forget all units but those that are held: a node may still spend them, or give them back."""
     if state is None or len(state) == 3:

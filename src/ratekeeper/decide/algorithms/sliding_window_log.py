@@ -211,6 +211,11 @@ def owe(state: State, limit: Limit, now_ns: int, units: int) -> tuple[State, int
     return _with_debt((times, start, end, holds), room, owed, at_ns), debt + units - owed
 
 
+def debt_of(state: State, limit: Limit, now_ns: int) -> int:
+    """Return the units that are owed."""
+    return 0 if state is None else _settled(state, limit, max(now_ns, _last_ns(state)))[4]
+
+
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
     """Forget all units but those that are held.
 

@@ -231,6 +231,12 @@ def owe(state: State, limit: Limit, now_ns: int, units: int) -> tuple[State, int
     return _with_more(last_ns, used, holds, debt), forgiven
 
 
+def debt_of(state: State, limit: Limit, now_ns: int) -> int:
+    """Return the units that are owed, rounded up."""
+    used = _drained_now(state, limit, now_ns)[1]
+    return max(-(limit.capacity + (-used // MICROS_PER_UNIT)), 0)
+
+
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
     """Forget all units but those that are held: a node may still spend them, or give them back."""
     if state is None or len(state) == 2:

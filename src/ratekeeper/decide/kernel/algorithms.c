@@ -641,3 +641,19 @@ rk_rewrite rk_owe(const rk_limit *limit, const rk_state *before, int64_t now_ns,
         *forgiven = owe_window(limit, before, now_ns, units, after);
     return (rk_rewrite){.needed = false};
 }
+
+int64_t rk_debt_of(const rk_limit *limit, const rk_state *state, int64_t now_ns)
+{
+    if (!state->present || state->debt == 0)
+        return 0;
+    if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
+        extended e = extended_at(limit, state, now_ns);
+        return e.state.ring.count - e.end;
+    }
+    if (limit->algorithm > RK_LEAKY_BUCKET)
+        return carried(limit, state, now_ns).debt;
+    rk_state now;
+    copy_state(limit, state, &now);
+    owe_bucket(limit, state, now_ns, 0, &now);
+    return (now.debt + RK_MICROS_PER_UNIT - 1) / RK_MICROS_PER_UNIT;
+}

@@ -140,4 +140,7 @@ const rk_ring *rk_extended(const rk_limit *limit, const rk_state *state, rk_stat
 rk_rewrite rk_owe(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
                   rk_state *after, int64_t *forgiven);
 
+/* The units that a state owes at a time. Those of a bucket are rounded up. */
+int64_t rk_debt_of(const rk_limit *limit, const rk_state *state, int64_t now_ns);
+
 #endif

@@ -1453,7 +1453,7 @@ static rk_rewrite owe_part(part *p, int64_t now_ns, int64_t units, int64_t *forg
 
 static rk_status owe(rk_table *table, rk_segment *segment, rk_change *c, bool may_sweep)
 {
-    c->forgiven = 0;
+    c->found = 0;
     part parts[RK_LIMITS_MAX];
     rk_rewrite how[RK_LIMITS_MAX];
     uint32_t blocks[RK_LIMITS_MAX];
@@ -1463,7 +1463,7 @@ static rk_status owe(rk_table *table, rk_segment *segment, rk_change *c, bool ma
         load(table, segment, c->subject, &c->limits[i], p);
         int64_t forgiven;
         how[i] = owe_part(p, c->now_ns, c->units, &forgiven);
-        c->forgiven = rk_max(c->forgiven, forgiven);
+        c->found = rk_max(c->found, forgiven);
         p->wants = p->after.debt > 0 && p->credit_left == 0 ? WANTS_DEBT : 0;
         if (p->debt_slot < 0) /* as of a credit: one that counts nothing may be there */
             p->debt_slot = find(table, segment, debt_place(p->place));
@@ -1489,6 +1489,17 @@ static rk_status owe(rk_table *table, rk_segment *segment, rk_change *c, bool ma
     }
     commit(table, segment, writes);
     give_blocks(table, &claim);
+    return RK_OK;
+}
+
+static rk_status owed(rk_table *table, rk_segment *segment, rk_change *c)
+{
+    c->found = 0;
+    for (int i = 0; i < c->count; i++) {
+        part p;
+        load(table, segment, c->subject, &c->limits[i], &p);
+        c->found = rk_max(c->found, rk_debt_of(p.limit, &p.before, c->now_ns));
+    }
     return RK_OK;
 }
 
@@ -1558,6 +1569,8 @@ static rk_status apply_locked(rk_table *table, rk_segment *segment, rk_change *c
         return give_back(table, segment, c);
     case RK_OWE:
         return owe(table, segment, c, may_sweep);
+    case RK_OWED:
+        return owed(table, segment, c);
     case RK_GRANT:
         return grant(table, segment, c, may_sweep);
     default:
@@ -1581,7 +1594,7 @@ static rk_status apply_once(rk_table *table, rk_change *c)
 
 rk_status rk_apply(rk_table *table, rk_change *c)
 {
-    if (c->units == 0 && c->verb != RK_RESET)
+    if (c->units == 0 && c->verb != RK_RESET && c->verb != RK_OWED)
         return RK_OK;
     rk_status status = apply_once(table, c);
     if (status != RK_LOG_FULL)

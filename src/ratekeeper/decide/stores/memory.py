@@ -518,6 +518,15 @@ class MemoryCounter:
                 self._write(table, subject, (limit, algorithm, after, left), now_ns)
         return forgiven
 
+    def owed(self, subject: str) -> int:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self._store.require_open()
+            return max(
+                algorithm.debt_of(table.entries.get(subject, _ABSENT)[0], limit, now_ns)
+                for limit, algorithm, table in self._parts
+            )
+
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         now_ns = self._clock.now_ns()
         with self._lock:

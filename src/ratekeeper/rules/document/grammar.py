@@ -191,8 +191,8 @@ _IN_FULL: Final = record(
     Field("refill_every", seconds("1s"),
           "Of a token_bucket: the units of this time are added at once, at its end."),
     Field("debt", whole(0, UNITS_MAX, 5_000),
-          "The units that the limit owes at most after a cost was settled late; 0: none. By default "
-          "the capacity, or what ten minutes pay back if that is more."),
+          "The units that it owes at most after a cost was settled late; 0: none. By default its "
+          "capacity, or what ten minutes pay back if that is more."),
     Field("name", _name("logins"),
           "Distinguishes limits with the same algorithm and window; counts are stored under it."),
 )

@@ -309,6 +309,7 @@ class _LogSummary(NamedTuple):
     now_us: int
     held_us: int = -1
     """The last end of units that are held; they are among the live ones."""
+    owed: int = 0
 
 
 class ReplyDecoder:
@@ -469,6 +470,16 @@ class ReplyDecoder:
         )
         return decision_with(decision, retry_after_ns=wait_ns)
 
+    def owed(self, reply: list[int]) -> int:
+        """Return the units that a limit owes, from the reply to a peek: the most of them."""
+        now_us = reply[0] if reply[0] >= 0 else ~reply[0]
+        return max(
+            state.owed
+            if isinstance(state, _LogSummary)
+            else ALGORITHMS[limit.algorithm].debt_of(state, limit, now_us * NS_PER_US)
+            for limit, _, state, _ in self._states(reply, now_us)
+        )
+
     def spent(self, reply: list[int], cost: int) -> list[int]:
         """Return an allowed check's charges, four numbers for each limit.
 
@@ -579,9 +590,11 @@ def _with_holds(state: State, numbers: Sequence[int], kind: int) -> State:
 
 
 def _with_debt(state: State, debt: int, kind: int) -> State:
-    """Return a state with its debt. The numbers of a log without its times contain it already."""
-    if not debt or state is None or isinstance(state, _LogSummary):
+    """Return a state with its debt. The other numbers of a log without its times contain it."""
+    if not debt or state is None:
         return state
+    if isinstance(state, _LogSummary):
+        return state._replace(owed=max(debt, 0))
     plain = NUMBERS_OF_KIND[kind]
     return (*state, debt) if len(state) > plain else (*state, (), debt)
 

@@ -286,6 +286,10 @@ class RedisCounter:
         """Charge units in full, in one round trip; return what was forgiven. See Counter.owe."""
         return self._links.ask(self._owing, subject, units) if units else 0
 
+    def owed(self, subject: str) -> Ask:
+        """Return the units that a limit owes now."""
+        return self._links.ask(self._looking, subject)
+
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask | None:
         """Add extra units on top of every limit."""
         if not units:
@@ -302,6 +306,14 @@ class RedisCounter:
         finally:  # a denial that is known here may end later now
             self._cache.drop(subject)
         return forgiven_in(reply)
+
+    def _looking(self, driver: RedisDriver, subject: str) -> Steps[int]:
+        call = self.scripts.peek(subject, 0, self.scripts.now()[0])
+        reply = yield from driver.running(call)
+        try:
+            return self.scripts.decoder.owed(reply)
+        except (IndexError, TypeError, StopIteration) as error:
+            raise unknown_reply(reply) from error
 
     def _giving(self, driver: RedisDriver, subject: str, call: ScriptCall) -> Steps[None]:
         """Run a refund, a grant or a reset."""

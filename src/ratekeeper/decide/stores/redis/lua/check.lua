@@ -196,9 +196,9 @@ local function decide(charge)
             size = size + 1
             answer[size] = extra and extra[group] or 0
         end
-        if owing then
+        if owing then -- of a log without its times, as of now
             size = size + 1
-            answer[size] = owed
+            answer[size] = not granted and owed > 0 and kind == LOG and logs[g].owed or owed
         end
         if cost * admitted > room then
             admitted = floor(room / cost)
