@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from ratekeeper.core import switches
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
-from ratekeeper.core.steps import Call, Steps, run_async
+from ratekeeper.core.steps import Call, Steps, asked, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
 from ratekeeper.decide.store import shared_store
@@ -160,6 +160,14 @@ class AsyncLimiter(LimiterSetup):
             for counter, subject in check.parts
         ]
         return usage_of_parts(found, self._regions.region)
+
+    async def owed_of(self, check: RuleCheck) -> int:
+        """Return the units that a limit of a rule owes; of several, the most. Raises StoreError.
+
+        Those of the parts of a split rule are added.
+        """
+        owed = [await run_async(asked(counter.owed, part)) for counter, part in check.parts]
+        return sum(owed)
 
     async def penalty_of(self, check: RuleCheck) -> Decision | None:
         """Return the denial of a cool-down or block that a rule has in force; None if it has none.

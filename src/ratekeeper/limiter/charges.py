@@ -1,8 +1,8 @@
 """The charges of a decision: kept with it, returned by a refund, and made late by a settlement.
 
 A settlement charges the rest of a cost in full: the limits owe what they have no room for
-(`decide/algorithms/debt.py`), up to a bound. Units beyond it are forgiven: counted by rule
-(`Forgiven`) and logged.
+(`decide/algorithms/debt.py`), up to a bound. Units beyond it are forgiven: counted by rule, and
+logged.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ratekeeper.core.model import UNITS_MAX, Decision, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.combine import combine_decisions
+from ratekeeper.metrics.tally import Counts
 from ratekeeper.rules.compiled import RuleCheck
 
 # A rule that was charged, and the time of the charge; None if that is not known.
@@ -75,31 +76,18 @@ def refunding(charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
         raise failure
 
 
-class LateCounts:
-    """What the settlements of a limiter have charged late, by rule. Approximate: without a lock."""
-
-    def __init__(self) -> None:
-        self.charged: dict[str, int] = {}
-        """Units charged above a reservation."""
-        self.forgiven: dict[str, int] = {}
-        """Units that a limit was not charged, because it owed as much as it may."""
-
-    def note(self, rule: str, charged: int, forgiven: int) -> None:
-        """Count the late charge of a rule, and log what was forgiven."""
-        self.charged[rule] = self.charged.get(rule, 0) + charged
-        if forgiven:
-            self.forgiven[rule] = self.forgiven.get(rule, 0) + forgiven
-            _log.note(
-                "rule %r owes as much as it may for one of its subjects: %d of %d units that were "
-                "settled late are forgiven; reserve more, or raise `debt` of its limits",
-                rule,
-                forgiven,
-                charged + forgiven,
-                key=f"forgiven {rule}",
-            )
+def _log_forgiven(rule: str, units: int, wanted: int) -> None:
+    _log.note(
+        "rule %r owes as much as it may for one of its subjects: %d of %d units that were settled "
+        "late are forgiven; reserve more, or raise `debt` of its limits",
+        rule,
+        units,
+        wanted,
+        key=f"forgiven {rule}",
+    )
 
 
-def owing(charges: Sequence[RuleCharge], units: int, counts: LateCounts) -> Steps[tuple[int, int]]:
+def owing(charges: Sequence[RuleCharge], units: int, counts: Counts) -> Steps[tuple[int, int]]:
     """Charge more units of a cost to each of these rules, in full.
 
     Returns the most units that an enforced rule has forgiven, and the most that a store has not
@@ -117,8 +105,11 @@ def owing(charges: Sequence[RuleCharge], units: int, counts: LateCounts) -> Step
             beyond, failed = 0, wanted
             _log.note("a settled cost may not have been charged: %s", error, key="failed")
         if check.rule.mode != "shadow":
-            if not failed:
-                counts.note(check.rule.id, wanted - beyond, beyond)
+            counted = counts.of(check.rule.id)
+            counted.settled += wanted - beyond - failed
+            counted.forgiven += beyond
+            if beyond:
+                _log_forgiven(check.rule.id, beyond, wanted)
             # Rounded up: what a rule charges in part is not charged whole.
             forgiven = max(forgiven, -(-beyond * units // wanted))
             uncounted = max(uncounted, -(-failed * units // wanted))

@@ -45,7 +45,6 @@ from ratekeeper.decide.stores import store_of
 from ratekeeper.fleet.settings import Fleet, fleet_of
 from ratekeeper.fleet.store import FleetStore, fleet_store_of, shared_counts_of
 from ratekeeper.limiter.arguments import explains
-from ratekeeper.limiter.charges import LateCounts
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
 from ratekeeper.limiter.verbs import LimiterVerbs
@@ -213,7 +212,6 @@ class LimiterSetup(LimiterVerbs):
         self._clock = clock_of(clock)
         self._local_fallback = local_fallback_of(local_fallback)
         self._local = LocalLimits(self._local_fallback, self._clock)
-        self._late = LateCounts()
         self._store, self._owns_store = node_store_of(store, fleet, regions, self._clock)
         self._regions = regions_in(self._store)
         shared = shared_store(self._store)

@@ -41,10 +41,11 @@ from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
 from ratekeeper.decide.store import Store
 from ratekeeper.limiter.arguments import request_of
-from ratekeeper.limiter.charges import LateCounts, RuleCharge, charges_in, owing, refunding
+from ratekeeper.limiter.charges import RuleCharge, charges_in, owing, refunding
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
+from ratekeeper.metrics.tally import Counts
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
@@ -72,8 +73,7 @@ class LimiterVerbs:
     _clock: Clock
     _on_failure: FailurePolicy
     _local: LocalLimits
-    _late: LateCounts
-    """What settlements have charged late."""
+    _counts: Counts
 
     # The public verbs, which steps call. Those of AsyncLimiter are awaited.
     check: Callable[..., Any]
@@ -273,7 +273,7 @@ class LimiterVerbs:
         if decision is not None and decision.charged_ns is None:
             decision = None
         charges = self._charges_of(key, units, decision)
-        forgiven, uncounted = yield from owing(charges, units, self._late)
+        forgiven, uncounted = yield from owing(charges, units, self._counts)
         return Settlement(reserved + max(units - forgiven - uncounted, 0), forgiven, uncounted)
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
