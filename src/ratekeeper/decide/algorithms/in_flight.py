@@ -119,9 +119,13 @@ class InFlight:
         in_use = any(ends_ns > max(now_ns, taken_ns) for ends_ns in left.values())
         return (taken_ns, left) if in_use else None
 
-    def owe(self, state: State, limit: Limit, now_ns: int, units: int) -> State:  # noqa: ARG002 - likewise
+    def owe(self, state: State, limit: Limit, now_ns: int, units: int) -> tuple[State, int]:  # noqa: ARG002 - likewise
         """Return the state: a cost that is known late takes no slot."""
-        return state
+        return state, 0
+
+    def debt_of(self, state: State, limit: Limit, now_ns: int) -> int:  # noqa: ARG002 - likewise
+        """Return 0."""
+        return 0
 
     def reset(self, state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG002 - likewise
         """Forget all slots."""

@@ -2,9 +2,10 @@
 
 Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS`, `SLOTS` and `LEASES` are
 one text (`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that
-a script makes takes time. `CHANGE` and `CHANGE_SLOTS` do the other verbs. Of a rule that counts
-requests in flight (`SLOTS`), no node has leases. A server identifies a script by the SHA-1 of its
-text, so two versions of Ratekeeper on one server never run each other's scripts.
+a script makes takes time. `OWE` charges in full, and `CHANGE` and `CHANGE_SLOTS` do the other
+verbs. Of a rule that counts requests in flight (`SLOTS`), no node has leases. A server identifies a
+script by the SHA-1 of its text, so two versions of Ratekeeper on one server never run each other's
+scripts.
 
 `batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
 of one request. The groups are decided in order, and each of them alone: every charge of a group
@@ -32,17 +33,20 @@ I/O.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha1
 from importlib.resources import files
+from itertools import product
+from string import ascii_letters
 from typing import Final, NamedTuple, cast
 
 from hiredis import pack_command
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, SystemClock
-from ratekeeper.core.model import UNITS_MAX, Limit
+from ratekeeper.core.model import IN_FLIGHT, UNITS_MAX, Limit
 from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.leasing import LeaseTerms, lifetime_ns
 from ratekeeper.decide.stores.redis.codec import (
@@ -72,7 +76,8 @@ _SPACED: Final = re.compile(
 )
 _LOCALS: Final = re.compile(rb"\blocal (?:function )?([a-z_,]+)")
 # Local variables with the names of library functions.
-_LIBRARY: Final = frozenset((b"call", b"ceil", b"floor", b"function"))
+_LIBRARY: Final = frozenset((b"call", b"ceil", b"floor", b"function", b"max", b"min"))
+_KEYWORDS: Final = frozenset((b"do", b"if", b"in", b"or"))
 # A word outside a text.
 _WORD: Final = re.compile(rb"(?<!')\b\w+\b(?!')")
 # A line of a script that names numbers, all of them in capitals.
@@ -130,13 +135,19 @@ def _without_constants(text: bytes) -> bytes:
 
 
 def _with_short_names(text: bytes) -> bytes:
-    """Return a script whose local variables have names of two or three characters.
+    """Return a script whose local variables have names of one or two characters.
 
-    A field of a table that has the name of a variable is renamed with it.
+    The most frequent ones have the shortest names. A field of a table that has the name of a
+    variable is renamed with it.
     """
-    names = (name for found in _LOCALS.findall(text) for name in found.split(b","))
-    long = dict.fromkeys(name for name in names if len(name) > 3 and name not in _LIBRARY)
-    short = {name: b"v%x" % number for number, name in enumerate(long)}
+    uses = Counter(_WORD.findall(text))
+    names = {name for found in _LOCALS.findall(text) for name in found.split(b",")}
+    long = sorted(name for name in names - _LIBRARY if len(name) > 1)
+    taken = {*re.findall(rb"\w+", text), *_KEYWORDS}
+    letters = ascii_letters.encode()
+    every = (bytes(each) for size in (1, 2) for each in product(letters, repeat=size))
+    free = (name for name in every if name not in taken)
+    short = dict(zip(sorted(long, key=lambda name: -uses[name]), free, strict=False))
     return _WORD.sub(lambda name: short.get(name[0], name[0]), text)
 
 
@@ -152,7 +163,7 @@ def _script_named(
 
 
 _COUNTS: Final = ("arithmetic", "state", "holds")
-_LOGS: Final = ("arithmetic", "state", "rings", "holds")
+_LOGS: Final = ("arithmetic", "state", "holds", "rings")
 _EVERYTHING: Final = ("logs", "leases")
 COUNTS: Final = _script_named(*_COUNTS, "check", features=(), reply=list)
 LOGS: Final = _script_named(*_LOGS, "check", features=("logs",), reply=list)
@@ -161,6 +172,7 @@ LEASES: Final = _script_named(*_LOGS, "check", features=_EVERYTHING, reply=list)
 CHANGE: Final = _script_named(*_LOGS, "change", features=_EVERYTHING, reply=list)
 # Nodes lease nothing of a rule that counts requests in flight.
 CHANGE_SLOTS: Final = _script_named(*_LOGS, "change", features=("logs", "slots"), reply=list)
+OWE: Final = _script_named(*_LOGS, "owe", features=("logs",), reply=list)
 
 # Of limits that regions share.
 _CHECK: Final = ("arithmetic", "regional", "regional_check")
@@ -223,6 +235,7 @@ class RuleScripts:
     __slots__ = (
         "_check",
         "_clock",
+        "_made_of",
         "by_server_clock",
         "decoder",
         "encoded",
@@ -238,6 +251,7 @@ class RuleScripts:
         self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
     ) -> None:
         self.decoder = ReplyDecoder(limits, rule)
+        self._made_of = (limits, rule, config, clock)
         kinds = {KINDS[each.algorithm] for each in limits}
         self.script = SLOTS if FLIGHT in kinds else LOGS if LOG in kinds else COUNTS
         # The command of a check of one key, to be filled in: in a third of the time of `pack`.
@@ -248,6 +262,14 @@ class RuleScripts:
         self.field = rule.encode()
         self.encoded = encode_limits(limits) + self.field
         self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
+
+    def of_units(self) -> RuleScripts | None:
+        """Return the calls of the limits that count units; None if there are none."""
+        if self.script is not SLOTS:
+            return self
+        limits, rule, config, clock = self._made_of
+        counted = tuple(limit for limit in limits if limit.algorithm != IN_FLIGHT)
+        return RuleScripts(counted, rule, config, clock) if counted else None
 
     def now(self) -> tuple[ScriptTime, int]:
         """Return the time argument of a script, and the caller's nanoseconds past it."""
@@ -303,6 +325,13 @@ class RuleScripts:
         """
         stamp = NO_STAMP if self.decoder.renews(reply) else stamp
         return self._changed(subject, stamp, _UNDO, *self.decoder.spent(reply, cost))
+
+    def owe(self, subject: str, units: int) -> ScriptCall:
+        """Return the call that charges units in full."""
+        keys, gate = self.place(subject)
+        now = self.now()[0]
+        arguments = (gate, units) if now == SERVER_TIME else (gate, units, now)
+        return ScriptCall(OWE, keys[0], arguments, keys[1:])
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""

@@ -30,7 +30,7 @@ for g, name in pairs(logs or {}) do
     logs[g] = gate[g + KIND] == FLIGHT and slots_of(name) or name
 --@ end
     logs[g] = type(logs[g]) == 'table' and logs[g] or ring_of(name)
-    logs[g].capacity, logs[g].window = gate[g + CAPACITY], gate[g + WINDOW]
+    logs[g].capacity, logs[g].window, logs[g].bound = gate[g + CAPACITY], gate[g + WINDOW], gate[g + DEBT]
     if logs[g].extra then
         if not arrange then
             meet_extras()
