@@ -406,25 +406,6 @@ def test_the_installed_service_answers(packages: Packages, environment: Environm
         assert service.ask("GET", "/docs").status == 200
 
 
-def test_the_installed_hook_registers_the_storages(
-    packages: Packages, environment: Environment
-) -> None:
-    """A program that imports only `limits` opens our URI. Half uninstalled, Python still starts."""
-    environment.install(packages.wheel)
-    environment.add_dependencies()
-    opens = (
-        "from limits.storage import storage_from_string\n"
-        "print(storage_from_string('ratekeeper+memory://').incr('ann', 60))"
-    )
-    program = [environment.python, "-W", "error", "-c", opens]
-    assert run(program, environment.folder) == "1\n"
-    shutil.rmtree(environment.site / "ratekeeper")
-    caught = opens.replace("print", "try: print") + "\nexcept Exception as error: print(error)"
-    assert "install Ratekeeper again" in run([*program[:-1], caught], environment.folder)
-    (environment.site / "_ratekeeper_limits_hook.py").unlink()
-    assert run([*program[:-1], "import limits"], environment.folder) == ""
-
-
 def test_type_checkers_understand_the_installed_package(
     packages: Packages, environment: Environment
 ) -> None:
