@@ -74,7 +74,7 @@ SOURCES = {
 }
 WRITTEN = {"PKG-INFO", "setup.cfg"}
 # A kind of file that is forgotten is found even if git does not track it, either.
-KINDS = {".c", ".css", ".h", ".html", ".js", ".json", ".lua", ".md", ".proto", ".py", ".pyi"}
+KINDS = {".c", ".css", ".h", ".html", ".js", ".json", ".lua", ".proto", ".py", ".pyi"}
 KINDS |= {".svg", ".txt", ".yaml"}
 
 
