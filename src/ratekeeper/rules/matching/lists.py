@@ -368,8 +368,8 @@ class Lists:
         return _shown(found[1]) if found else None
 
     def allowed_networks(self) -> Iterator[Network]:
-        """Yield the networks on the allow list."""
-        yield from self._both[1].networks
+        """Return the networks on the allow list."""
+        return (network for network, _ in self._both[1].networks.items())
 
     def exact_values(self) -> Iterator[str]:
         """Yield the values that are listed one by one: `user:42`."""
