@@ -120,9 +120,9 @@ class OwnerTable(Generic[_Item]):
     def drop(self, is_over: Callable[[_Item], bool]) -> int:
         """Remove the items that are over; return how many."""
         count = 0
-        by_any: dict[str | Network, _Item | list[_Item]] = {**self._by_owner}
-        by_any.update(self._networks.items())
-        for owner, found in by_any.items():
+        each: list[tuple[str | Network, _Item | list[_Item]]] = list(self._by_owner.items())
+        each += self._networks.items()
+        for owner, found in each:
             items = _several(found)
             left = [item for item in items if not is_over(item)]
             if len(left) < len(items):

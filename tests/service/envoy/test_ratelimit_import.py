@@ -20,8 +20,8 @@ from ratekeeper import Limiter
 from ratekeeper.cli.main import app
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import UNITS_MAX, CheckResult
+from ratekeeper.rules.document.grammar import to_data
 from ratekeeper.rules.document.reading import DocumentError, read
-from ratekeeper.rules.document.writing import to_data
 from ratekeeper.service.envoy import ratelimit_import
 from ratekeeper.service.envoy.descriptors import SETTLE, request_of
 from ratekeeper.service.envoy.ratelimit_config import UNITS_S, read_config
