@@ -245,13 +245,8 @@ def _normal_spelling(path: str) -> str:
         plain = f"/{plain}"
     if "//" not in plain and "/." not in plain:
         return plain
-    kept: list[str] = []
-    for segment in plain.split("/"):
-        if segment == "..":
-            del kept[-1:]
-        elif segment not in {"", "."}:
-            kept.append(segment)
-    return "/" + "/".join(kept)
+    segments = plain.split("/")
+    return _without_dots(segments, segments, merges=True)
 
 
 def spellings(path: str) -> tuple[str, ...]:
