@@ -77,7 +77,7 @@ def charging(make_counter: MakeCounter, check: RuleCheck, units: int) -> Steps[i
     Units that the store cannot count are not charged.
     """
     most = 0
-    for alone in _counters_of_limits(make_counter, check):
+    for alone in counters_of_limits(make_counter, check):
         left = units
         with suppress(StoreError):
             # Another request may spend in between: then there is less room, and soon none.
@@ -91,7 +91,7 @@ def charging(make_counter: MakeCounter, check: RuleCheck, units: int) -> Steps[i
     return most
 
 
-def _counters_of_limits(make_counter: MakeCounter, check: RuleCheck) -> list[Counter]:
+def counters_of_limits(make_counter: MakeCounter, check: RuleCheck) -> list[Counter]:
     """Return a counter for each limit of a rule.
 
     In one region, a counter of one limit has the same count as the counter of all of them. The

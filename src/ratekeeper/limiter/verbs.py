@@ -44,6 +44,17 @@ from ratekeeper.limiter.charges import RuleCharge, charges_in, charging, refundi
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
+from ratekeeper.limiter.waiting import (
+    BEHIND_NS_MIN,
+    LOOK_S_MAX,
+    Priority,
+    Waiter,
+    WaitingQueues,
+    check_priority,
+    jitter_ns,
+    leaving_room,
+    places_of,
+)
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
@@ -71,6 +82,8 @@ class LimiterVerbs:
     _clock: Clock
     _on_failure: FailurePolicy
     _local: LocalLimits
+    _queues: WaitingQueues
+    """The requests that wait on the store."""
 
     # The public verbs, which steps call. Those of AsyncLimiter are awaited.
     check: Callable[..., Any]
@@ -311,22 +324,108 @@ class LimiterVerbs:
 
     # ── Wait ───────────────────────────────────────────────────────────────────────────────────
 
-    def _wait(self, key: Key | Request, cost: int, timeout: Duration | None) -> Steps[Decision]:
+    def _wait(
+        self,
+        key: Key | Request,
+        cost: int,
+        timeout: Duration | None,
+        priority: Priority = "interactive",
+    ) -> Steps[Decision]:
+        """Wait for room: an interactive request in the queue of its subject (`waiting.py`)."""
+        check_priority(priority)
         deadline_ns: int | None = None
         if timeout is not None:
             deadline_ns = self._clock.now_ns() + duration_ns(
                 "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
             )
-        while True:
-            decision = yield from self._counted_check(key, cost)
-            pause_ns = _pause_ns(decision)
-            if deadline_ns is not None and pause_ns:
-                late_ns = self._clock.now_ns() + pause_ns - deadline_ns
-                if late_ns > 0:
-                    return (yield from self._too_late(key, cost, decision, late_ns))
-            yield from self._pause(key, cost, decision)
-            if decision.allowed:
-                return decision_with(decision, delay_ns=0)
+        waiter = self._queues.arrive(cost)
+        try:
+            while True:
+                if priority == "interactive":
+                    denial = yield from self._turn(waiter, key, cost, deadline_ns)
+                    if denial is not None:
+                        self.log_denial(key, denial)
+                        return denial
+                decision = yield from self._prioritised_check(key, cost, priority)
+                pause_ns, now_ns = _pause_ns(decision), self._clock.now_ns()
+                if deadline_ns is not None and pause_ns:
+                    late_ns = now_ns + pause_ns - deadline_ns
+                    if late_ns > 0:
+                        return (yield from self._too_late(key, cost, decision, late_ns))
+                if decision.allowed:
+                    self._queues.leave(waiter, decision.remaining)
+                    yield from self._pause(key, cost, decision)
+                    return decision_with(decision, delay_ns=0)
+                if priority == "interactive":
+                    places = places_of(self._plan(key, cost), decision)
+                    if not self._queues.denied(waiter, places, pause_ns, now_ns):
+                        self.log_denial(key, decision)
+                        return decision
+                spread_ns = jitter_ns(self._store, pause_ns)
+                if deadline_ns is not None:
+                    spread_ns = min(spread_ns, deadline_ns - now_ns - pause_ns)
+                yield Call(self._sleep, seconds_from_ns(pause_ns + spread_ns))
+        finally:
+            self._queues.leave(waiter)
+
+    def _turn(
+        self, waiter: Waiter, key: Key | Request, cost: int, deadline_ns: int | None
+    ) -> Steps[Decision | None]:
+        """Wait until no earlier request waits for a subject of this one.
+
+        Returns a denial if that certainly takes too long, or if too many requests wait.
+        """
+        if self._queues.are_empty or switches.limiting_off:
+            return None
+        waiter.watched = places_of(self._plan(key, cost))
+        earliest_ns: int | None = None
+        while (ahead_ns := self._queues.ahead_ns(waiter)) is not None:
+            has_joined = self._queues.join(waiter)
+            if earliest_ns is None:
+                # A cost that never fits raises CapacityError now, not when its turn has come.
+                decision: Decision = yield Call(self.peek, key, cost)
+                earliest_ns = self._clock.now_ns() + decision.retry_after_ns
+            ahead_ns = max(ahead_ns, self._clock.now_ns() + 1)
+            if not has_joined or (
+                deadline_ns is not None and max(ahead_ns, earliest_ns) > deadline_ns
+            ):
+                return (yield from self._behind(key, cost, ahead_ns))
+            left_s = LOOK_S_MAX
+            if deadline_ns is not None:
+                left_s = seconds_from_ns(deadline_ns - self._clock.now_ns())
+            yield Call(self._queues.turn, waiter, left_s)
+        return None
+
+    def _behind(self, key: Key | Request, cost: int, ahead_ns: int) -> Steps[Decision]:
+        """Return the denial of a request that may not ask before those ahead of it.
+
+        Its retry time is that of the front of the queue, or its own if that is longer.
+        """
+        peeked: Decision = yield Call(self.peek, key, cost)
+        ahead_ns = max(ahead_ns - self._clock.now_ns(), BEHIND_NS_MIN)
+        retry_ns = max(peeked.retry_after_ns, ahead_ns)
+        return decision_with(peeked, allowed=False, retry_after_ns=retry_ns, delay_ns=0)
+
+    def _prioritised_check(
+        self, key: Key | Request, cost: int, priority: Priority
+    ) -> Steps[Decision]:
+        """Check; a batch request is also denied the last fifth of each limit, and by waiters."""
+        if priority == "interactive" or switches.limiting_off:
+            return (yield from self._counted_check(key, cost))
+        plan = self._plan(key, cost)
+        ahead_ns = self._queues.front_asks_ns(places_of(plan))
+        if ahead_ns is not None:
+            return (yield from self._behind(key, cost, ahead_ns))
+        denial = yield from leaving_room(self._store.counter, plan, spent=False)
+        if denial is not None:
+            return denial
+        decision = yield from self._counted_check(key, cost)
+        if decision.allowed:
+            denial = yield from leaving_room(self._store.counter, plan, spent=True)
+        if denial is None:
+            return decision
+        yield from self._take_back(key, cost, decision)
+        return denial
 
     def _counted_check(self, key: Key | Request, cost: int) -> Steps[Decision]:
         """Check; if the store fails and the policy is `open`, count on this machine instead."""
@@ -359,12 +458,15 @@ class LimiterVerbs:
         self.log_denial(key, decision)
         return decision
 
-    def _pass(self, key: Key | Request, cost: int, wait: Duration) -> Steps[Decision]:
+    def _pass(
+        self, key: Key | Request, cost: int, wait: Duration, priority: Priority = "interactive"
+    ) -> Steps[Decision]:
         """Check, or wait for room, and sleep the delay. Raises LimitExceeded for a denial."""
         if wait:
-            decision = yield from self._wait(key, cost, wait)
+            decision = yield from self._wait(key, cost, wait, priority)
         else:
-            decision = yield from self._counted_check(key, cost)
+            check_priority(priority)
+            decision = yield from self._prioritised_check(key, cost, priority)
             if not decision.allowed:
                 self.log_denial(key, decision)
         if not decision.allowed:
