@@ -70,7 +70,8 @@ _LOCK_S_MAX: Final = 1.0
 _JITTER_PART: Final = 10
 _JITTER_NS_MAX: Final = 50_000_000
 
-_seldom: Final = SeldomLog(logging.getLogger("ratekeeper.waiting"), logging.WARNING)
+log: Final = logging.getLogger("ratekeeper.waiting")
+_seldom: Final = SeldomLog(log, logging.WARNING)
 
 
 class Place(NamedTuple):
@@ -219,9 +220,14 @@ class WaitingQueues:
     # The methods below are called with the lock.
 
     def _front(self, place: Place) -> Waiter | None:
-        queue = self._queues.get(place)
+        """Return the first of a queue, and remove those that are gone; None if it is empty."""
+        queue = self._queues.get(place, [])
         while queue and queue[0].is_gone:
-            self._stand(queue[0], {})
+            gone = queue.pop(0)
+            del gone.held_ns[place]
+            self._waiters -= not gone.held_ns
+        if not queue:
+            self._queues.pop(place, None)
         return queue[0] if queue else None
 
     def _earlier(self, waiter: Waiter) -> dict[Place, Waiter]:
@@ -269,16 +275,12 @@ class WaitingQueues:
 
     def _without(self, waiter: Waiter, place: Place, room: int) -> list[Waiter]:
         """Remove a waiter from a queue. Returns those who may ask next."""
-        queue = self._queues.get(place)
-        if queue is None:
-            return []  # it is from before a fork
+        queue = self._queues.get(place, [])  # there is none if it is from before a fork
         at = bisect_left(queue, waiter.ticket, key=_ticket)
         if at < len(queue) and queue[at] is waiter:
             del queue[at]
-        if not queue:
-            del self._queues[place]
-            return []
-        woken = [queue[0]]
+        front = self._front(place)
+        woken = [] if front is None else [front]
         for each in queue:
             room -= each.cost
             # Nobody passes a request that has to wait for another limit, too.
