@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from ratekeeper import (
 )
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.limiter import waiting
+from ratekeeper.metrics.counters import ProcessMetrics
 from ratekeeper.testing import ManualClock
 from tests.virtual_time import VirtualClock, VirtualLoop, run_in, sleep_until
 
@@ -73,7 +75,7 @@ class Tasks:
             return await asyncio.gather(*waits, return_exceptions=True)
 
         found = run_in(self.loop, main())
-        assert self.limiter.waiting() == (0, 0)
+        assert self.limiter.queues.stats() == (0, 0)
         return found
 
 
@@ -483,6 +485,82 @@ def test_an_unknown_priority_is_rejected(wait: float) -> None:
         pytest.fail("the block ran")
 
 
+# ------------------------------------------------------------------------------- several processes
+
+
+class Processes:
+    """Limiters that share a file and have queues of their own, as in several processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loop = VirtualLoop()
+        self._uri = f"shared://{folder}/limits"
+        self.opened: list[AsyncLimiter] = []
+
+    def open(self) -> AsyncLimiter:
+        """Return the limiter of another process."""
+        self.opened.append(
+            AsyncLimiter("10/second", store=self._uri, clock=VirtualClock(self.loop))
+        )
+        return self.opened[-1]
+
+    def run(self, main: Coroutine[Any, Any, Any]) -> None:
+        """Run until the end, and close the limiters."""
+
+        async def closing() -> None:
+            await main
+            for each in self.opened:
+                await each.close()
+
+        run_in(self.loop, closing())
+
+
+def test_a_large_request_does_not_starve_beside_other_processes(tmp_path: Path) -> None:
+    """Small requests of another process take each unit, until it has the turn of the subject."""
+    processes = Processes(tmp_path)
+    one, other = processes.open(), processes.open()
+
+    async def small() -> None:
+        while processes.loop.now_ns < 60 * SECOND:
+            await other.wait("k")
+
+    async def main() -> None:
+        others = [asyncio.ensure_future(small()) for _ in range(5)]
+        await asyncio.sleep(3)
+        assert (await one.wait("k", 10, timeout=10)).allowed
+        for each in others:
+            each.cancel()
+        await asyncio.wait(others)
+
+    processes.run(main())
+
+
+@pytest.mark.parametrize("end", ["cancelled", "too late", "killed"])
+def test_a_turn_ends(tmp_path: Path, end: str) -> None:
+    """A request of another process asks when the one that had the turn has given up.
+
+    A process that was killed cannot give the turn back. It ends after twice the wait and a second.
+    """
+    processes = Processes(tmp_path)
+    one, other = processes.open(), processes.open()
+
+    async def main() -> None:
+        await other.check("k", 10)
+        large = asyncio.ensure_future(one.wait("k", 10, timeout=3.5 if end == "too late" else None))
+        while processes.loop.now_ns < 3 * SECOND:  # so it asks each second, and is denied
+            await other.check("k", 1)
+            await asyncio.sleep(0.05)
+        if end == "killed":
+            one.store.close()
+        if end != "too late":
+            large.cancel()
+        assert await other.wait("k", 8)
+        assert (processes.loop.now_ns > 4.5 * SECOND) is (end == "killed")
+        await asyncio.wait([large])
+        assert large.cancelled() or not large.result()
+
+    processes.run(main())
+
+
 # -------------------------------------------------------------------------------- threads and forks
 
 
@@ -538,15 +616,17 @@ def test_threads_and_tasks_share_a_queue() -> None:
     for number, job in enumerate(jobs, 1):
         threads.append(threading.Thread(target=job))
         threads[-1].start()
-        until(lambda number=number: limiter.waiting().waiters == number)
-    assert tasks.waiting() == (3, 3)
+        until(lambda number=number: limiter.queues.stats().waiters == number)
+    assert tasks.queues.stats() == (3, 3)
+    found = ProcessMetrics().snapshot().values
+    assert (found["waiting_requests"][""], found["waiting_longest"][""]) == (3, 3)
     for thread in threads:
         while thread.is_alive():
             clock.advance(0.1)
             os.sched_yield()
         thread.join()
     assert served == ["large", "task", "small"]
-    assert limiter.waiting() == (0, 0)
+    assert limiter.queues.stats() == (0, 0)
 
 
 def test_many_threads_lose_nobody() -> None:
@@ -566,7 +646,7 @@ def test_many_threads_lose_nobody() -> None:
         clock.advance(0.1)
         os.sched_yield()
     assert sorted(served) == list(range(30))
-    assert limiter.waiting() == (0, 0)
+    assert limiter.queues.stats() == (0, 0)
 
 
 def test_a_forked_child_has_no_waiters() -> None:
@@ -576,13 +656,13 @@ def test_a_forked_child_has_no_waiters() -> None:
     limiter.check("k", 10)
     thread = threading.Thread(target=limiter.wait, args=("k", 10))
     thread.start()
-    until(lambda: limiter.waiting().waiters == 1)
+    until(lambda: limiter.queues.stats().waiters == 1)
     child = os.fork()
     if not child:
         clock.advance_ns(SECOND)
-        os._exit(0 if limiter.wait("k", 5) and limiter.waiting() == (0, 0) else 1)
+        os._exit(0 if limiter.wait("k", 5) and limiter.queues.stats() == (0, 0) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert limiter.waiting() == (1, 1)
+    assert limiter.queues.stats() == (1, 1)
     clock.advance(1)
     thread.join()
 
@@ -595,19 +675,19 @@ def test_a_task_of_a_closed_event_loop_does_not_block_others() -> None:
     limiter.check("k", 10)
     large, small = [threading.Thread(target=limiter.wait, args=("k", cost)) for cost in (10, 1)]
     large.start()
-    until(lambda: limiter.waiting().waiters == 1)
+    until(lambda: limiter.queues.stats().waiters == 1)
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda *_: None)  # a task that is left is an error
     left = loop.create_task(tasks.wait("k", 1))
     loop.call_soon(loop.call_soon, loop.stop)
     loop.run_forever()
-    until(lambda: limiter.waiting().waiters == 2)
+    until(lambda: limiter.queues.stats().waiters == 2)
     loop.close()
     small.start()
-    until(lambda: limiter.waiting().waiters == 3)
+    until(lambda: limiter.queues.stats().waiters == 3)
     for thread in (large, small):
         while thread.is_alive():
             clock.advance(0.1)
             os.sched_yield()
-    assert limiter.waiting() == (0, 0)
+    assert limiter.queues.stats() == (0, 0)
     assert not left.done()

@@ -48,7 +48,7 @@ from ratekeeper.limiter.arguments import explains
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
 from ratekeeper.limiter.verbs import LimiterVerbs
-from ratekeeper.limiter.waiting import WaitingStats, queues_of
+from ratekeeper.limiter.waiting import WaitingQueues, queues_of
 from ratekeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
 from ratekeeper.metrics.tally import Counts, RuleCounts, Tally
 from ratekeeper.regions.settings import Regions, Scope, across_of, regions_of, require_shares
@@ -288,6 +288,11 @@ class LimiterSetup(LimiterVerbs):
         return self._store
 
     @property
+    def queues(self) -> WaitingQueues:
+        """The requests of this process that wait for room, on all limiters of the store."""
+        return self._queues
+
+    @property
     def fleet(self) -> FleetMonitor | None:
         """The nodes that share the limits; None as long as the store decides every check."""
         return self._store.fleet if isinstance(self._store, FleetStore) else None
@@ -349,10 +354,6 @@ class LimiterSetup(LimiterVerbs):
     def use_entries(self, entries: EntryTable) -> None:
         """Put the entries that extend the document in force, or apply their changes."""
         self._rules().use_entries(entries)
-
-    def waiting(self) -> WaitingStats:
-        """Return how many requests of this process wait on the store, and in the longest queue."""
-        return self._queues.stats()
 
     def rules_status(self) -> RulesStatus:
         """Return the version of the rules in force, where they came from, and their age."""

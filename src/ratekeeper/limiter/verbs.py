@@ -48,6 +48,7 @@ from ratekeeper.limiter.waiting import (
     BEHIND_NS_MIN,
     LOOK_S_MAX,
     Priority,
+    SharedTurn,
     Waiter,
     WaitingQueues,
     check_priority,
@@ -339,34 +340,57 @@ class LimiterVerbs:
                 "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
             )
         waiter = self._queues.arrive(cost)
+        turn = SharedTurn(self._store, self._clock, self._sleep)
         try:
-            while True:
-                if priority == "interactive":
-                    denial = yield from self._turn(waiter, key, cost, deadline_ns)
-                    if denial is not None:
-                        self.log_denial(key, denial)
-                        return denial
-                decision = yield from self._prioritised_check(key, cost, priority)
-                pause_ns, now_ns = _pause_ns(decision), self._clock.now_ns()
-                if deadline_ns is not None and pause_ns:
-                    late_ns = now_ns + pause_ns - deadline_ns
-                    if late_ns > 0:
-                        return (yield from self._too_late(key, cost, decision, late_ns))
-                if decision.allowed:
-                    self._queues.leave(waiter, decision.remaining)
-                    yield from self._pause(key, cost, decision)
-                    return decision_with(decision, delay_ns=0)
-                if priority == "interactive":
-                    places = places_of(self._plan(key, cost), decision)
-                    if not self._queues.denied(waiter, places, pause_ns, now_ns):
-                        self.log_denial(key, decision)
-                        return decision
-                spread_ns = jitter_ns(self._store, pause_ns)
-                if deadline_ns is not None:
-                    spread_ns = min(spread_ns, deadline_ns - now_ns - pause_ns)
-                yield Call(self._sleep, seconds_from_ns(pause_ns + spread_ns))
+            decision = yield from self._until_served(waiter, turn, key, cost, deadline_ns, priority)
+        except GeneratorExit:  # an abandoned task cannot call the store; its turn expires
+            raise
+        except BaseException:
+            yield from turn.give()
+            raise
         finally:
             self._queues.leave(waiter)
+        yield from turn.give()
+        return decision
+
+    def _until_served(
+        self,
+        waiter: Waiter,
+        turn: SharedTurn,
+        key: Key | Request,
+        cost: int,
+        deadline_ns: int | None,
+        priority: Priority,
+    ) -> Steps[Decision]:
+        """Ask until there is room, or until the deadline would be passed."""
+        is_interactive = priority == "interactive"
+        while True:
+            if is_interactive:
+                denial = yield from self._turn(waiter, key, cost, deadline_ns)
+                if denial is not None:
+                    self.log_denial(key, denial)
+                    return denial
+            yield from turn.take(deadline_ns)
+            decision = yield from self._prioritised_check(key, cost, priority)
+            pause_ns, now_ns = _pause_ns(decision), self._clock.now_ns()
+            if deadline_ns is not None and pause_ns:
+                late_ns = now_ns + pause_ns - deadline_ns
+                if late_ns > 0:
+                    return (yield from self._too_late(key, cost, decision, late_ns))
+            if decision.allowed:
+                yield from turn.give()
+                self._queues.leave(waiter, decision.remaining)
+                yield from self._pause(key, cost, decision)
+                return decision_with(decision, delay_ns=0)
+            places = places_of(self._plan(key, cost), decision)
+            if is_interactive and not self._queues.denied(waiter, places, pause_ns, now_ns):
+                self.log_denial(key, decision)
+                return decision
+            yield from turn.denied(places, pause_ns, may_keep=is_interactive)
+            spread_ns = jitter_ns(self._store, pause_ns)
+            if deadline_ns is not None:
+                spread_ns = min(spread_ns, deadline_ns - now_ns - pause_ns)
+            yield Call(self._sleep, seconds_from_ns(pause_ns + spread_ns))
 
     def _turn(
         self, waiter: Waiter, key: Key | Request, cost: int, deadline_ns: int | None

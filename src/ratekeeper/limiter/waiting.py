@@ -18,8 +18,16 @@ those that fit into the units that it left. So a queue is as fast as its limit, 
 request waits for the answer of the store.
 
 The queues belong to a store, so threads and tasks of a process share them if their limiters share
-the store. They are bounded, and an empty one costs no memory. Other processes have other queues:
-their requests compete for the units (`docs/library.md`).
+the store. They are bounded, and an empty one costs no memory.
+
+Other processes have other queues. The first request of each asks again at its retry time, and a
+little later than necessary, so that they do not all ask at once. A large request would starve
+beside small ones of other processes. So each of these first requests takes the *turn* of the
+subject before it asks: a mark in the store, which one process has at a time. A request that is
+denied again and again, each time after its whole retry time, keeps the turn until it is served or
+gives up. Meanwhile the units that it needs accumulate in the limit. Nothing is charged for it in
+advance, so the limit holds whatever happens to a turn. A mark that is lost, or that expires after
+its process was killed, costs fairness only.
 """
 
 from __future__ import annotations
@@ -30,16 +38,18 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import count
-from random import random
+from random import random, uniform
 from typing import Final, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
+from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, show
 from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.model import Decision, Limit
 from ratekeeper.core.seldom_log import SeldomLog
-from ratekeeper.core.steps import Ask, Call, Steps
+from ratekeeper.core.steps import Ask, Call, Steps, Undo
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.store import Store
 from ratekeeper.limiter.charges import counters_of_limits
@@ -69,6 +79,14 @@ _LOCK_S_MAX: Final = 1.0
 # this time.
 _JITTER_PART: Final = 10
 _JITTER_NS_MAX: Final = 50_000_000
+# The name of the mark that is a turn, and how often a process looks whether it is free.
+_TURN: Final = 1
+_TURN_LOOK_S: Final = (0.01, 0.04)
+# A process that was killed keeps a turn for twice the wait of its request and a second, but no
+# longer than this.
+_TURN_NS_MAX: Final = 3_600 * NS_PER_SECOND
+# A request that was denied so often keeps its turn. The first denial is that of its arrival.
+_DENIALS_PATIENT: Final = 2
 
 log: Final = logging.getLogger("ratekeeper.waiting")
 _seldom: Final = SeldomLog(log, logging.WARNING)
@@ -152,7 +170,7 @@ class WaitingQueues:
         return Waiter(next(self._tickets), cost)
 
     def front_asks_ns(self, watched: Sequence[Place]) -> int | None:
-        """Return when the last of the fronts of these queues asks; None if nobody waits."""
+        """Return when the last of the fronts of these queues asks; None if they are empty."""
         with self._lock:
             fronts = [front for place in watched if (front := self._front(place)) is not None]
         return max([each.asks_ns for each in fronts], default=None)
@@ -283,7 +301,7 @@ class WaitingQueues:
         woken = [] if front is None else [front]
         for each in queue:
             room -= each.cost
-            # Nobody passes a request that has to wait for another limit, too.
+            # A request that has to wait for another limit, too, is not overtaken.
             if room < 0 or len(each.held_ns) > 1:
                 break
             each.passes = place
@@ -317,6 +335,60 @@ def _wake(waiters: Sequence[Waiter]) -> None:
         if each.wake is not None:
             with suppress(RuntimeError):  # its event loop was closed
                 each.wake()
+
+
+class SharedTurn:
+    """The turn of one request, among the processes whose requests wait for the same subject."""
+
+    __slots__ = ("_clock", "_denials", "_is_held", "_pause_ns", "_sleep", "_store", "_subject")
+
+    def __init__(self, store: Store, clock: Clock, sleep: Callable[[float], object]) -> None:
+        self._store = store
+        self._clock = clock
+        self._sleep = sleep
+        self._subject = ""
+        self._pause_ns = 0
+        self._denials = 0
+        self._is_held = False
+
+    def take(self, deadline_ns: int | None) -> Steps[None]:
+        """Wait for the turn before a request asks again. At its deadline it asks without."""
+        if not self._subject or self._is_held:
+            return
+        lasts_ns = min(2 * self._pause_ns + NS_PER_SECOND, _TURN_NS_MAX)
+        while True:
+            self._is_held = True  # also if the caller is cancelled before the reply is there
+            try:
+                self._is_held = yield Call(self._store.mark, self._subject, _TURN, lasts_ns)
+            except StoreError:  # the failure policy answers the check
+                self._is_held = False
+                return
+            look_s = uniform(*_TURN_LOOK_S)  # noqa: S311 - no secret
+            left_ns = None if deadline_ns is None else deadline_ns - self._clock.now_ns()
+            if self._is_held or (left_ns is not None and left_ns < look_s * NS_PER_SECOND):
+                return
+            yield Call(self._sleep, look_s)
+
+    def denied(self, places: Sequence[Place], pause_ns: int, *, may_keep: bool) -> Steps[None]:
+        """Give the turn back, unless the request has waited long enough to keep it."""
+        if self._store.is_private or not places:
+            return
+        self._denials += 1
+        if self._denials <= _DENIALS_PATIENT or not may_keep:
+            yield from self.give()
+        if not self._is_held:
+            text = repr(places[0])
+            self._subject = blake2b(
+                text.encode("utf-8", "surrogatepass"), digest_size=16
+            ).hexdigest()
+            self._pause_ns = pause_ns
+
+    def give(self) -> Steps[None]:
+        """Give the turn back."""
+        if self._is_held:
+            self._is_held = False
+            with suppress(StoreError):
+                yield Undo(self._store.mark, self._subject, _TURN, 0)
 
 
 _queues_of: Final[WeakKeyDictionary[Store, WaitingQueues]] = WeakKeyDictionary()
