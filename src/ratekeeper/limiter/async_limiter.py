@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from ratekeeper.core import switches
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import CheckResult, Decision, Request, units_of
-from ratekeeper.core.steps import Call, Steps, run_async
+from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
+from ratekeeper.core.steps import Call, Steps, asked, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
 from ratekeeper.decide.store import shared_store
@@ -105,7 +105,7 @@ class AsyncLimiter(LimiterSetup):
         actual: int,
         decision: Decision | None = None,
         reservation: str = "",
-    ) -> int:
+    ) -> Settlement:
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
         return await run_async(self._settle(key, reserved, actual, decision, reservation))
 
@@ -113,17 +113,16 @@ class AsyncLimiter(LimiterSetup):
         self,
         key: Key | Request,
         reservation: str,
-        settle: Callable[[], Awaitable[int]],
+        settle: Callable[[], Awaitable[Settlement]],
         scope: tuple[str, ...] = (),
-    ) -> int | None:
+    ) -> Settlement:
         """Await `settle`, unless the store knows a settlement of this reservation of the key.
 
-        Returns its result, or None if it was not called. If `settle` raises, a later call tries
-        again. Reservations of another `scope` are others.
+        If `settle` raises, a later call tries again. Reservations of another `scope` are others.
         """
 
-        def settling() -> Steps[int]:
-            result: int = yield Call(settle)
+        def settling() -> Steps[Settlement]:
+            result: Settlement = yield Call(settle)
             return result
 
         return await run_async(self._once(key, reservation, settling(), scope))
@@ -162,6 +161,14 @@ class AsyncLimiter(LimiterSetup):
             for counter, subject in check.parts
         ]
         return usage_of_parts(found, self._regions.region)
+
+    async def owed_of(self, check: RuleCheck) -> int:
+        """Return the units that a limit of a rule owes; of several, the most. Raises StoreError.
+
+        Those of the parts of a split rule are added.
+        """
+        owed = [await run_async(asked(counter.owed, part)) for counter, part in check.parts]
+        return sum(owed)
 
     async def penalty_of(self, check: RuleCheck) -> Decision | None:
         """Return the denial of a cool-down or block that a rule has in force; None if it has none.

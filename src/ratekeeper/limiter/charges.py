@@ -1,23 +1,28 @@
-"""The charges of a decision: kept with it, returned by a refund, and made late by a settlement."""
+"""The charges of a decision: kept with it, returned by a refund, and made late by a settlement.
+
+A settlement charges the rest of a cost in full: the limits owe what they have no room for
+(`decide/algorithms/debt.py`), up to a bound. Units beyond it are forgiven: counted by rule, and
+logged.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final
 
 from ratekeeper.core.errors import StoreError
-from ratekeeper.core.model import Decision, decision_with
+from ratekeeper.core.model import UNITS_MAX, Decision, decision_with
+from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.combine import combine_decisions
-from ratekeeper.decide.store import Counter
-from ratekeeper.rules.compiled import MakeCounter, RuleCheck
+from ratekeeper.metrics.tally import Counts
+from ratekeeper.rules.compiled import RuleCheck
 
 # A rule that was charged, and the time of the charge; None if that is not known.
 RuleCharge = tuple[RuleCheck, int | None]
 
-# Attempts to charge a limit, each with the room that the last one found.
-CHARGE_ATTEMPTS_MAX: Final = 8
+_log: Final = SeldomLog(logging.getLogger("ratekeeper"), logging.WARNING, every_s=60.0)
 
 
 def joined(decided: Sequence[Decision]) -> Decision:
@@ -71,33 +76,41 @@ def refunding(charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
         raise failure
 
 
-def charging(make_counter: MakeCounter, check: RuleCheck, units: int) -> Steps[int]:
-    """Charge units to each limit of a rule as far as it has room; return the most that did not fit.
+def _log_forgiven(rule: str, units: int, wanted: int) -> None:
+    _log.note(
+        "rule %r owes as much as it may for one of its subjects: %d of %d units that were settled "
+        "late are forgiven; reserve more, or raise `debt` of its limits",
+        rule,
+        units,
+        wanted,
+        key=f"forgiven {rule}",
+    )
 
-    Units that the store cannot count are not charged.
+
+def owing(charges: Sequence[RuleCharge], units: int, counts: Counts) -> Steps[tuple[int, int]]:
+    """Charge more units of a cost to each of these rules, in full.
+
+    Returns the most units that an enforced rule has forgiven, and the most that a store has not
+    confirmed. These are not charged again: they may have been charged.
     """
-    most = 0
-    for alone in counters_of_limits(make_counter, check):
-        left = units
-        with suppress(StoreError):
-            # Another request may spend in between: then there is less room, and soon none.
-            for _ in range(CHARGE_ATTEMPTS_MAX):
-                room: Decision = yield Call(alone.peek, check.counted, 0)
-                fits = min(left, room.remaining)
-                if not fits or (yield Call(alone.check, check.counted, fits)).allowed:
-                    left -= fits
-                    break
-        most = max(most, left)
-    return most
-
-
-def counters_of_limits(make_counter: MakeCounter, check: RuleCheck) -> list[Counter]:
-    """Return a counter for each limit of a rule.
-
-    In one region, a counter of one limit has the same count as the counter of all of them. The
-    limits of a global rule are counted together, so they have one counter.
-    """
-    counter, rule = check.counter, check.rule
-    if len(counter.limits) == 1 or rule.across is not None:
-        return [counter]
-    return [make_counter((limit,), rule.id) for limit in counter.limits]
+    forgiven = uncounted = 0
+    for check, _ in charges:
+        wanted = check.units_of(units)
+        if not wanted:
+            continue
+        beyond, failed = max(wanted - UNITS_MAX, 0), 0
+        try:
+            beyond += yield Call(check.counter.owe, check.counted, wanted - beyond)
+        except StoreError as error:
+            beyond, failed = 0, wanted
+            _log.note("a settled cost may not have been charged: %s", error, key="failed")
+        if check.rule.mode != "shadow":
+            counted = counts.of(check.rule.id)
+            counted.settled += wanted - beyond - failed
+            counted.forgiven += beyond
+            if beyond:
+                _log_forgiven(check.rule.id, beyond, wanted)
+            # Rounded up: what a rule charges in part is not charged whole.
+            forgiven = max(forgiven, -(-beyond * units // wanted))
+            uncounted = max(uncounted, -(-failed * units // wanted))
+    return forgiven, uncounted

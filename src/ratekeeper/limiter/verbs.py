@@ -30,6 +30,7 @@ from ratekeeper.core.model import (
     CheckResult,
     Decision,
     Request,
+    Settlement,
     check_name,
     decision_with,
     units_of,
@@ -40,7 +41,7 @@ from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
 from ratekeeper.decide.store import Store
 from ratekeeper.limiter.arguments import request_of
-from ratekeeper.limiter.charges import RuleCharge, charges_in, charging, refunding
+from ratekeeper.limiter.charges import RuleCharge, charges_in, owing, refunding
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
@@ -56,6 +57,7 @@ from ratekeeper.limiter.waiting import (
     leaving_room,
     places_of,
 )
+from ratekeeper.metrics.tally import Counts
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
@@ -85,6 +87,7 @@ class LimiterVerbs:
     _local: LocalLimits
     _queues: WaitingQueues
     """The requests that wait on the store."""
+    _counts: Counts
 
     # The public verbs, which steps call. Those of AsyncLimiter are awaited.
     check: Callable[..., Any]
@@ -234,23 +237,23 @@ class LimiterVerbs:
         actual: int,
         decision: Decision | None = None,
         reservation: str = "",
-    ) -> Steps[int]:
+    ) -> Steps[Settlement]:
         _check_decision(decision)
         check_name("reservation", reservation)
-        units = units_of(actual, "actual") - units_of(reserved, "reserved")
-        settling = self._settle_units(key, units, decision)
+        wanted, charged = units_of(actual, "actual"), units_of(reserved, "reserved")
+        settling = self._settle_units(key, charged, wanted, decision)
         if not reservation:
             return (yield from settling)
-        return (yield from self._once(key, reservation, settling)) or 0
+        return (yield from self._once(key, reservation, settling))
 
     def _once(
         self,
         key: Key | Request,
         reservation: str,
-        settling: Steps[int],
+        settling: Steps[Settlement],
         scope: tuple[str, ...] = (),
-    ) -> Steps[int | None]:
-        """Settle a reservation of a key; return None if the store knows that it was settled.
+    ) -> Steps[Settlement]:
+        """Settle a reservation of a key, unless the store knows that it was settled.
 
         Reservations of another `scope` are others.
         """
@@ -264,7 +267,7 @@ class LimiterVerbs:
             is_new = True
         if not is_new:
             settling.close()
-            return None
+            return Settlement(0, repeated=True)
         try:
             return (yield from settling)
         except BaseException:  # the caller may try again
@@ -273,22 +276,19 @@ class LimiterVerbs:
             raise
 
     def _settle_units(
-        self, key: Key | Request, units: int, decision: Decision | None
-    ) -> Steps[int]:
-        """Refund units below 0; charge those above 0, and return how many did not fit."""
+        self, key: Key | Request, reserved: int, actual: int, decision: Decision | None
+    ) -> Steps[Settlement]:
+        """Refund what was reserved too much, or charge the rest of the cost in full."""
+        units = actual - reserved
         if units < 0:
             yield Call(self.refund, key, -units, decision)
         if units <= 0 or switches.limiting_off:
-            return 0
+            return Settlement(actual)
         if decision is not None and decision.charged_ns is None:
             decision = None
-        most = 0
-        for check, _ in self._charges_of(key, units, decision):
-            wanted = check.units_of(units)
-            left = yield from charging(self._store.counter, check, wanted)
-            if check.rule.mode != "shadow" and wanted:
-                most = max(most, -(-left * units // wanted))  # rounded up: it did not fit whole
-        return most
+        charges = self._charges_of(key, units, decision)
+        forgiven, uncounted = yield from owing(charges, units, self._counts)
+        return Settlement(reserved + max(units - forgiven - uncounted, 0), forgiven, uncounted)
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
 

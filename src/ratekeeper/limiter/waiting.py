@@ -51,9 +51,8 @@ from ratekeeper.core.model import Decision, Limit
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Ask, Call, Steps, Undo
 from ratekeeper.decide.combine import combine_decisions
-from ratekeeper.decide.store import Store
-from ratekeeper.limiter.charges import counters_of_limits
-from ratekeeper.rules.compiled import CheckPlan, MakeCounter
+from ratekeeper.decide.store import Counter, Store
+from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
 
 Priority = Literal["interactive", "batch"]
 """The class of a request that waits.
@@ -292,7 +291,7 @@ class WaitingQueues:
         return [each for place in left for each in self._without(waiter, place, room)]
 
     def _without(self, waiter: Waiter, place: Place, room: int) -> list[Waiter]:
-        """Remove a waiter from a queue. Returns those who may ask next."""
+        """Remove a waiter from a queue. Returns the waiters that may ask next."""
         queue = self._queues.get(place, [])  # there is none if it is from before a fork
         at = bisect_left(queue, waiter.ticket, key=_ticket)
         if at < len(queue) and queue[at] is waiter:
@@ -442,7 +441,7 @@ def leaving_room(
     """
     denied: list[Decision] = []
     for check in plan.enforced:
-        for alone in counters_of_limits(make_counter, check):
+        for alone in _counters_of_limits(make_counter, check):
             least = min(alone.limits, key=_capacity)
             left = least.capacity // BATCH_LEAVES
             units = left if spent else left + check.units
@@ -453,6 +452,18 @@ def leaving_room(
                 if not found.allowed:
                     denied.append(found)
     return combine_decisions(denied) if denied else None
+
+
+def _counters_of_limits(make_counter: MakeCounter, check: RuleCheck) -> list[Counter]:
+    """Return a counter for each limit of a rule.
+
+    In one region, a counter of one limit has the same count as the counter of all of them. The
+    limits of a global rule are counted together, so they have one counter.
+    """
+    counter, rule = check.counter, check.rule
+    if len(counter.limits) == 1 or rule.across is not None:
+        return [counter]
+    return [make_counter((limit,), rule.id) for limit in counter.limits]
 
 
 def _capacity(limit: Limit) -> int:

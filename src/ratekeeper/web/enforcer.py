@@ -113,8 +113,8 @@ class Charge:
     def settle(self, units: int) -> None:
         """Make the request cost this many units in all. The last call counts.
 
-        Units beyond the charged ones are charged to each limit as far as it has room, because the
-        request was served. Raises InvalidCost.
+        Units beyond the charged ones are charged in full, because the request was served: a limit
+        without room for them owes them. Raises InvalidCost.
         """
         self._wanted = units_of(units, "units")
         self.is_settled = False

@@ -299,14 +299,23 @@ async def test_an_invalid_batch_is_400_with_the_place() -> None:
 # ── Settling ───────────────────────────────────────────────────────────────────────────────────
 
 
+def settled(charged: int, *, repeated: bool = False) -> dict[str, Any]:
+    """Return the reply to a settlement that charges so many units in all."""
+    return {"charged": charged, "forgiven": 0, "uncounted": 0, "repeated": repeated}
+
+
 async def test_a_cost_is_settled_afterwards() -> None:
-    """Unused units are returned; units that do not fit are reported."""
+    """Unused units are returned; units that do not fit are owed, up to a bound."""
     async with http_service() as http:
         await http.check(user="1", cost=3)
         answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 3, "actual": 1})
-        assert (answer.status, answer.data) == (200, {"unsettled": 0})
+        assert (answer.status, answer.data) == (200, settled(1))
         answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 0, "actual": 5})
-        assert answer.data == {"unsettled": 3}
+        assert answer.data == settled(5)
+        assert (await http.check(user="1")).data["remaining"] == 0
+        answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 0, "actual": 5_000})
+        assert answer.data["charged"] + answer.data["forgiven"] == 5_000
+        assert answer.data["forgiven"] > 4_000
         answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 3})
         assert answer.status == 400
         assert "actual" in answer.data["detail"]
@@ -317,9 +326,10 @@ async def test_a_reservation_is_settled_once() -> None:
     async with http_service() as http:
         await http.check(user="1", cost=3)
         body = {"user": "1", "reserved": 3, "actual": 2, "reservation": "request-1"}
-        for _ in range(3):
+        for repeated in (False, True, True):
             answer = await http("POST", "/v1/settle", body)
-            assert (answer.status, answer.data) == (200, {"unsettled": 0})
+            wanted = settled(0 if repeated else 2, repeated=repeated)
+            assert (answer.status, answer.data) == (200, wanted)
         assert (await http.check(user="1", cost=0)).data["remaining"] == 1
         answer = await http("POST", "/v1/settle", {**body, "reservation": "x" * 129})
         assert answer.status == 400
@@ -368,7 +378,7 @@ async def test_a_late_settlement_returns_no_quota_twice(atomic: bool | None) -> 
         assert (await http.check(user="1", cost=5)).status == 200
         body = {"user": "1", "tenant": "acme", "reserved": 5, "actual": 0}
         answer = await http("POST", "/v1/settle", {**body, "charged": reply["charged"]})
-        assert (answer.status, answer.data) == (200, {"unsettled": 0})
+        assert (answer.status, answer.data) == (200, settled(0))
         assert (await http.check(user="1")).status == 429
         # Without the time of the charge, it is a correction of the current window.
         assert (await http("POST", "/v1/settle", body)).status == 200
@@ -548,7 +558,7 @@ async def test_a_confined_token_returns_only_its_own_units(
         await http("POST", "/v1/check", {**ACME, "cost": 5}, headers)
         body = {**ACME, "reserved": 5, "actual": 2}
         answer = await http("POST", "/v1/settle", body, headers)
-        assert (answer.status, answer.data) == (200, {"unsettled": 0})
+        assert (answer.status, answer.data) == (200, settled(2))
         assert await left(http, headers) == expected
 
 

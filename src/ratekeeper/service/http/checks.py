@@ -49,6 +49,7 @@ from ratekeeper.core.model import (
     PenaltyKind,
     Request,
     ResultKind,
+    Settlement,
 )
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.limiter.charges import RuleCharge, charges_in
@@ -231,7 +232,28 @@ class BatchReply(msgspec.Struct):
 class SettleReply(msgspec.Struct):
     """The result of a settlement."""
 
-    unsettled: Annotated[int, Meta(description="Units that did not fit the limits.")]
+    charged: Annotated[
+        int,
+        Meta(
+            description="Units that the request is charged in all: the most that a refund of it "
+            "returns."
+        ),
+    ]
+    forgiven: Annotated[
+        int,
+        Meta(description="Units that were not charged, because a limit owes as much as it may."),
+    ]
+    uncounted: Annotated[
+        int,
+        Meta(description="Units whose charge the store has not confirmed; not charged again."),
+    ]
+    repeated: Annotated[
+        bool,
+        Meta(
+            description="True if the reservation was settled before: nothing was changed, and the "
+            "other numbers are 0."
+        ),
+    ]
 
 
 # A Request is filled slot by slot: its own constructor would repeat the checks of the decoder, and
@@ -468,23 +490,23 @@ def _settle(context: ServiceContext) -> Handler:
         request = in_scope(http_request.token, request_of(body))
         scope = http_request.token.scope
 
-        async def apply() -> int:
+        async def apply() -> Settlement:
             units = body.actual - body.reserved
             if units >= 0:
-                unsettled = await context.limiter.settle(request, body.reserved, body.actual)
-                await _record_settled(context, request, units - unsettled)
-                return unsettled
+                settled = await context.limiter.settle(request, body.reserved, body.actual)
+                await _record_settled(context, request, settled.charged - body.reserved)
+                return settled
             await give_back(context.limiter, scope, request, -units, body.charged)
             if not scope:  # with a scope, a customer could reduce its own bill
                 await _record_settled(context, request, units)
-            return 0
+            return Settlement(body.actual)
 
         if not body.reservation:
-            return json_reply(SettleReply(await apply()))
+            return json_reply(SettleReply(*await apply()))
         # The name belongs to the caller's scope: one customer cannot take the names of another.
         of = tuple(f"{field}={value}" for field, value in sorted(scope.items()))
         settled = await context.limiter.once(request, body.reservation, apply, of)
-        return json_reply(SettleReply(settled or 0))
+        return json_reply(SettleReply(*settled))
 
     return settle
 
