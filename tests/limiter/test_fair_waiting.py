@@ -27,6 +27,7 @@ from ratekeeper import (
 )
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.limiter import waiting
+from ratekeeper.limiter.waiting import Priority
 from ratekeeper.metrics.counters import ProcessMetrics
 from ratekeeper.testing import ManualClock
 from tests.virtual_time import VirtualClock, VirtualLoop, run_in, sleep_until
@@ -514,14 +515,17 @@ class Processes:
         run_in(self.loop, closing())
 
 
-def test_a_large_request_does_not_starve_beside_other_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+def test_a_large_request_does_not_starve_beside_other_processes(
+    tmp_path: Path, priority: Priority
+) -> None:
     """Small requests of another process take each unit, until it has the turn of the subject."""
     processes = Processes(tmp_path)
     one, other = processes.open(), processes.open()
 
     async def small() -> None:
         while processes.loop.now_ns < 60 * SECOND:
-            await other.wait("k")
+            await other.wait("k", priority=priority)
 
     async def main() -> None:
         others = [asyncio.ensure_future(small()) for _ in range(5)]

@@ -364,6 +364,8 @@ class LimiterVerbs:
     ) -> Steps[Decision]:
         """Ask until there is room, or until the deadline would be passed."""
         is_interactive = priority == "interactive"
+        if not is_interactive:
+            turn.aim(places_of(self._plan(key, cost)))
         while True:
             if is_interactive:
                 denial = yield from self._turn(waiter, key, cost, deadline_ns)
@@ -381,7 +383,7 @@ class LimiterVerbs:
                 yield from turn.give()
                 self._queues.leave(waiter, decision.remaining)
                 yield from self._pause(key, cost, decision)
-                return decision_with(decision, delay_ns=0)
+                return decision_with(decision, delay_ns=0) if decision.delay_ns else decision
             places = places_of(self._plan(key, cost), decision)
             if is_interactive and not self._queues.denied(waiter, places, pause_ns, now_ns):
                 self.log_denial(key, decision)

@@ -368,19 +368,21 @@ class SharedTurn:
                 return
             yield Call(self._sleep, look_s)
 
+    def aim(self, places: Sequence[Place], pause_ns: int = 0) -> None:
+        """Take the turn of the first of these subjects before the next check."""
+        if self._is_held or self._store.is_private:
+            return
+        self._pause_ns, self._subject = pause_ns, ""
+        if places:
+            text = repr(places[0]).encode("utf-8", "surrogatepass")
+            self._subject = blake2b(text, digest_size=16).hexdigest()
+
     def denied(self, places: Sequence[Place], pause_ns: int, *, may_keep: bool) -> Steps[None]:
         """Give the turn back, unless the request has waited long enough to keep it."""
-        if self._store.is_private or not places:
-            return
         self._denials += 1
-        if self._denials <= _DENIALS_PATIENT or not may_keep:
+        if self._denials <= _DENIALS_PATIENT or not may_keep or not places:
             yield from self.give()
-        if not self._is_held:
-            text = repr(places[0])
-            self._subject = blake2b(
-                text.encode("utf-8", "surrogatepass"), digest_size=16
-            ).hexdigest()
-            self._pause_ns = pause_ns
+        self.aim(places, pause_ns)
 
     def give(self) -> Steps[None]:
         """Give the turn back."""
