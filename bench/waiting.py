@@ -34,11 +34,12 @@ FAIR_S = (SMALL + LARGE * LARGE_COST) / RATE
 
 
 class Waits(NamedTuple):
-    """The waits of one process, and how long it ran, in seconds."""
+    """The waits of one process in seconds, and when it ran, by the clock of the machine."""
 
     small: list[float]
     large: list[float]
-    ran_s: float
+    began_s: float
+    ended_s: float
 
 
 async def wait_again(limiter: AsyncLimiter, cost: int, until_s: float, into: list[float]) -> None:
@@ -58,7 +59,7 @@ async def work(uri: str, small: int, large: int, seconds: float) -> Waits:
         await asyncio.gather(
             *[wait_again(limiter, cost, start + seconds, to) for cost, to in waits]
         )
-        return Waits(*found, time.monotonic() - start)
+        return Waits(*found, start, time.monotonic())
 
 
 def process(uri: str, small: int, large: int, seconds: float, pipe: Connection) -> None:
@@ -86,9 +87,10 @@ def report(found: Sequence[Waits]) -> str:
     """Return the figures as text."""
     small = [wait for each in found for wait in each.small]
     large = [wait for each in found for wait in each.large]
-    units, seconds = len(small) + LARGE_COST * len(large), max(each.ran_s for each in found)
+    units = len(small) + LARGE_COST * len(large)
+    seconds = max(each.ended_s for each in found) - min(each.began_s for each in found)
     return (
-        f"{units / seconds:.1f} units a second; the limit is {LIMIT}\n"
+        f"{units} units; {LIMIT} admits {int(RATE + RATE * seconds)} in {seconds:.1f} s\n"
         f"a single queue serves every waiter once in {FAIR_S:.2f} s\n"
         f"small: {len(small)} served, longest wait {max(small):.2f} s\n"
         f"large: {len(large)} served, longest wait {max(large):.2f} s"

@@ -78,9 +78,13 @@ _LOCK_S_MAX: Final = 1.0
 # this time.
 _JITTER_PART: Final = 10
 _JITTER_NS_MAX: Final = 50_000_000
-# The name of the mark that is a turn, and how often a process looks whether it is free.
+# The name of the mark that is a turn.
 _TURN: Final = 1
-_TURN_LOOK_S: Final = (0.01, 0.04)
+# How often at least a process looks whether a turn is free: ten times in the wait of its request,
+# but between these bounds.
+_LOOKS_OF_WAIT: Final = 10
+_LOOK_S_MIN: Final = 0.04
+_LOOK_S_MAX: Final = 1.0
 # A process that was killed keeps a turn for twice the wait of its request and a second, but no
 # longer than this.
 _TURN_NS_MAX: Final = 3_600 * NS_PER_SECOND
@@ -362,7 +366,9 @@ class SharedTurn:
             except StoreError:  # the failure policy answers the check
                 self._is_held = False
                 return
-            look_s = uniform(*_TURN_LOOK_S)  # noqa: S311 - no secret
+            most_s = self._pause_ns / NS_PER_SECOND / _LOOKS_OF_WAIT
+            most_s = min(max(most_s, _LOOK_S_MIN), _LOOK_S_MAX)
+            look_s = uniform(most_s / 4, most_s)  # noqa: S311 - no secret
             left_ns = None if deadline_ns is None else deadline_ns - self._clock.now_ns()
             if self._is_held or (left_ns is not None and left_ns < look_s * NS_PER_SECOND):
                 return
