@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 from random import Random
 
 from ratekeeper import Decision, Limiter
@@ -38,16 +39,17 @@ class Held:
 
     def __init__(self) -> None:
         self._counts = memoryview(mmap.mmap(-1, 16)).cast("q")
-        self._lock = tempfile.TemporaryFile()
+        self._lock = Path(tempfile.mkstemp()[1])
 
     def add(self, change: int) -> None:
-        with open(f"/proc/self/fd/{self._lock.fileno()}", "rb") as own:  # a lock of its own
+        with self._lock.open("rb") as own:
             fcntl.flock(own, fcntl.LOCK_EX)
             self._counts[0] += change
             self._counts[1] = max(self._counts)
 
-    @property
-    def most(self) -> int:
+    def close(self) -> int:
+        """Return the most."""
+        self._lock.unlink()
         return self._counts[1]
 
 
@@ -77,7 +79,7 @@ def held(uri: str, processes: int, rounds: int) -> dict[str, object]:
 
     statuses = wait_for([start(work) for _ in range(processes)])
     left = limiter_of(uri, HELD_S).peek("one").remaining
-    return {"most": count.most, "left": left, "statuses": statuses}
+    return {"most": count.close(), "left": left, "statuses": statuses}
 
 
 def killed(uri: str, processes: int, kills: int, seed: int) -> dict[str, object]:

@@ -28,6 +28,7 @@ from ratekeeper.limiter.charges import RuleCharge
 from ratekeeper.limiter.renewal import renewed_on_loop
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
+from ratekeeper.limiter.waiting import Priority
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.explain import Explanation
 from ratekeeper.rules.splitting import usage_of_parts
@@ -231,10 +232,14 @@ class AsyncLimiter(LimiterSetup):
         await run_async(self._reset_rules(checks))
 
     async def wait(
-        self, key: Key | Request, cost: int = 1, timeout: Duration | None = None
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        timeout: Duration | None = None,
+        priority: Priority = "interactive",
     ) -> Decision:
         """Spend `cost` units, sleeping until they fit. See Limiter.wait."""
-        return await run_async(self._wait(key, cost, timeout))
+        return await run_async(self._wait(key, cost, timeout, priority))
 
     @asynccontextmanager
     async def hold(
@@ -243,10 +248,11 @@ class AsyncLimiter(LimiterSetup):
         cost: int = 1,
         *,
         wait: Duration = 0,
+        priority: Priority = "interactive",
         refund_on_error: bool = False,
     ) -> AsyncIterator[Decision]:
         """Spend before the block runs, or raise LimitExceeded. See Limiter.hold."""
-        decision = await run_async(self._pass(key, cost, wait))
+        decision = await run_async(self._pass(key, cost, wait, priority))
         renewal = renewed_on_loop(self._renew, decision)
         try:
             yield decision
@@ -260,7 +266,12 @@ class AsyncLimiter(LimiterSetup):
                 await run_async(self._release_quietly(decision))
 
     def limit(
-        self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
+        self,
+        key: KeySource = None,
+        cost: CostSource = 1,
+        *,
+        wait: Duration = 0,
+        priority: Priority = "interactive",
     ) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
         """Decorate an async function: each call spends, or raises LimitExceeded."""
 
@@ -279,7 +290,9 @@ class AsyncLimiter(LimiterSetup):
             @wraps(function)
             async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                decision = await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait))
+                decision = await run_async(
+                    self._pass(subject, cost_of(cost, args, kwargs), wait, priority)
+                )
                 renewal = renewed_on_loop(self._renew, decision)
                 if renewal is None:
                     return await function(*args, **kwargs)
