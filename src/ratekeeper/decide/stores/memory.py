@@ -411,7 +411,7 @@ class MemoryCounter:
         )
 
     def stamped(self, stamp: int) -> MemoryCounter:
-        return MemoryCounter(
+        return type(self)(
             self._store, self._clock, self.limits, self.tables, self._rule, self._lock, stamp
         )
 
