@@ -71,7 +71,9 @@ def test_a_waiting_client_asks_a_few_times() -> None:
         _, outcome = InFlight(3).decide(state, TWO, now_ns, 1)
         if outcome.allowed:
             break
-        assert RETRY_MIN_NS <= outcome.retry_after_ns <= 60 * SECOND - now_ns or now_ns > 59 * SECOND
+        assert (
+            RETRY_MIN_NS <= outcome.retry_after_ns <= 60 * SECOND - now_ns or now_ns > 59 * SECOND
+        )
         now_ns, asked = now_ns + outcome.retry_after_ns, asked + 1
     assert now_ns == 60 * SECOND
     assert asked < 20
