@@ -633,8 +633,11 @@ class PipelineProtocol(asyncio.Protocol):
             while (reply := gets()) is not False:
                 future = pending.popleft()
                 self._answered += 1
-                if future is not None and not future.done():
-                    future.set_result(reply)
+                if future is not None:
+                    try:  # noqa: SIM105 - `suppress` takes longer than asking for `done`
+                        future.set_result(reply)
+                    except asyncio.InvalidStateError:
+                        pass  # its caller is gone, or it was late
         except hiredis.ProtocolError as error:
             self._abort(StoreUnavailable(f"not a reply of Redis: {error}"))
             return

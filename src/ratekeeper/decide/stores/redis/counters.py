@@ -45,6 +45,7 @@ REPORTS_MAX: Final = 64
 Leases = dict[tuple[bytes, str], Lease]
 Terms = dict[tuple[bytes, str], LeaseTerms]
 NOTHING: Final = ((), ())
+_new: Final = tuple.__new__
 
 
 class CheckGroup:
@@ -59,10 +60,8 @@ class CheckGroup:
         "_charged",
         "_links",
         "_looks",
-        "_plain",
         "alone",
         "charges",
-        "equal",
         "future",
         "leases",
         "moment",
@@ -71,8 +70,6 @@ class CheckGroup:
 
     future: asyncio.Future[Any]
     """The answer, for a caller on asyncio."""
-    equal: Hashable
-    """The same for checks that one charge of a call can stand for."""
 
     def __init__(
         self,
@@ -95,22 +92,26 @@ class CheckGroup:
         self.alone = alone
         self.raises = raises or alone
         self.leases = leases
-        scripts, _, cost, *_ = charges[0]
         self._looks = looks
-        self._plain = leases is None and not looks
-        self.equal = charges[0] if alone and cost and not looks else self
         self.moment: Moment = SERVER_NOW
+        scripts = charges[0].scripts
         if not scripts.by_server_clock or switches.clock is not None:
             self.moment = scripts.now()
         self._asked_ns = time.monotonic_ns()
         # The replies to charges that were made and not undone, and the answers.
         self._charged: tuple[Sequence[Any], Sequence[Answer]] = NOTHING
 
+    def equal(self) -> Hashable:
+        """Return the same for checks that one charge of a call can stand for."""
+        charge = self.charges[0]
+        return charge if self.alone and charge.cost and not self._looks else self
+
     def lane(self, *, clustered: bool) -> Hashable:
         """Return the same for groups that can share a call."""
         if clustered:  # only equal checks: other keys of a slot may move to another server
-            return self.moment, self.equal
-        return self.moment if self._plain else (self.moment, self._looks)
+            return self.moment, self.equal()
+        is_plain = self.leases is None and not self._looks
+        return self.moment if is_plain else (self.moment, self._looks)
 
     def call(self) -> ScriptCall:
         """Return the call that decides this group."""
@@ -267,7 +268,8 @@ class RedisCounter:
             if decision is not None:
                 return decision
         links = self._links
-        charge = ScriptCharge(self.scripts, subject, cost)
+        # In half the time of a call of ScriptCharge.
+        charge = _new(ScriptCharge, (self.scripts, subject, cost, False, 1, None))
         return Ask(links.wait, links.send, CheckGroup(links, (charge,), alone=True))
 
     def peek(self, subject: str, cost: int) -> Ask:
