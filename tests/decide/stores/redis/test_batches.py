@@ -37,7 +37,7 @@ class Wire:
     def __init__(self) -> None:
         self.calls: list[tuple[bytes, Any]] = []
         self.settled: list[ScriptCall] = []
-        self.undone: list[ScriptCall] = []
+        self.undone: list[tuple[bytes, bytes]] = []
 
     def submit(self, payload: bytes, _discarded: int = 0, reply: Any = None) -> Any:
         self.calls.append((payload, reply))
@@ -77,9 +77,9 @@ class Store:
                 raise found
             return found
 
-        async def send_all(calls: Sequence[ScriptCall], _due_ns: int) -> list[Any]:
-            wire.undone += calls
-            return [left.pop(0) if left else [1] for _ in calls]
+        async def send_all(commands: Sequence[tuple[bytes, bytes]], _due_ns: int) -> list[Any]:
+            wire.undone += commands
+            return [left.pop(0) if left else [1] for _ in commands]
 
         self.driver.settle = settle
         self.driver._send_all = send_all
