@@ -14,9 +14,10 @@ function. It continues with the answer, or with its error, as if it had waited i
 Two links carry Asks: `run` waits in the calling thread, `run_async` awaits. Both take the same
 generator, so there is only one version of the logic. Steps call other steps with `yield from`.
 
-`Together` is several calls that may run at the same time: asyncio makes them concurrently, threads
-make them one after another, except Asks that can be waited for `together`. An `Undo`, and steps that wait for a Together that `completes`, go on
-in the background if the caller is cancelled, because they spend or return units.
+`Together` is several calls that may run at the same time. asyncio makes them concurrently. Threads
+make them one after another, except Asks that can be waited for `together`. An `Undo`, and steps
+that wait for a Together that `completes`, go on in the background if the caller is cancelled,
+because they spend or return units.
 """
 
 from __future__ import annotations

@@ -452,8 +452,6 @@ class ThreadDriver(RedisDriver):
             try:
                 if type(reply) is not list:
                     reply = self.settle(group.call(), due_ns, reply)  # noqa: PLW2901 - final
-                if isinstance(reply, StoreError):
-                    raise reply
                 answers.append(group.read(charge_replies(reply, len(group.charges))))
             except Exception as error:
                 answers.append(error)

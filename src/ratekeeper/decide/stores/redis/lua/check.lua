@@ -122,7 +122,10 @@ local function decide(charge)
             local b = held[p + 3]
             size = size + 1
             answer[size] = b
-            a, b = rolled(window, last, a, b, at)
+            local windows = (at - at % window - last + last % window) / window
+            if windows > 0 then
+                a, b = windows == 1 and b or 0, 0
+            end
             -- Rounded up: a request of the previous window counts until it has faded out entirely.
             local faded, rest = multiply_divide(window - at % window, a, window)
             room = capacity - b - faded - (rest > 0 and 1 or 0)
@@ -253,7 +256,7 @@ local function decide(charge)
                 else
                     held[p + 3] = held[p + 3] + own
                 end
-                local until_then = needed(gate, g, held, p, extra)
+                --@ needed
                 need, p = until_then > need and until_then or need, p + (kind == COUNTER and 4 or 3)
             end
         end
