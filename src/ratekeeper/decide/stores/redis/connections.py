@@ -619,8 +619,8 @@ class PipelineProtocol(asyncio.Protocol):
         if len(pending) >= PENDING_MAX:
             raise NotSent(f"{PENDING_MAX:,} calls are in flight already; the server is too slow")
         idle = not pending
-        for _ in range(discarded):
-            pending.append(None)
+        if discarded:
+            pending.extend([None] * discarded)
         future = reply or self._loop.create_future()
         pending.append(future)
         if idle:
