@@ -48,7 +48,8 @@ def rules(tmp_path: Path) -> Limiter:
 def test_several_rules_take_their_slots_together(rules: Limiter) -> None:
     """A request that one rule denies has no slot of the other, and costs nothing."""
     first, second = rules.check(ALICE), rules.check(ALICE)
-    assert first and second
+    assert first
+    assert second
     assert rules.check(ALICE).rule == "user"
     third = rules.check(BOB)
     assert third

@@ -87,6 +87,7 @@ CHARGES_MAX: Final = 32
 # An amount is a cost below this, plus this times a code: see `batch_call`.
 _AMOUNT_CODES: Final = 2**31
 _COST_MAX: Final = _AMOUNT_CODES - 1  # above every capacity with a grant
+_ONE: Final = b"$1\r\n1\r\n"
 _TIME_MAX: Final = 2**52  # microseconds; 142 years
 
 
@@ -171,7 +172,9 @@ SLOTS: Final = _script_named(*_LOGS, "check", features=("logs", "slots", "check"
 LEASES: Final = _script_named(*_LOGS, "check", features=_EVERYTHING, reply=list)
 CHANGE: Final = _script_named(*_LOGS, "change", features=_EVERYTHING, reply=list)
 # Nodes lease nothing of a rule that counts requests in flight.
-CHANGE_SLOTS: Final = _script_named(*_LOGS, "change", features=("logs", "slots"), reply=list)
+CHANGE_SLOTS: Final = _script_named(
+    *_LOGS, "change", features=("logs", "slots", "meets"), reply=list
+)
 OWE: Final = _script_named(*_LOGS, "owe", features=("logs",), reply=list)
 
 # Of limits that regions share.
@@ -254,14 +257,15 @@ class RuleScripts:
         self._made_of = (limits, rule, config, clock)
         kinds = {KINDS[each.algorithm] for each in limits}
         self.script = SLOTS if FLIGHT in kinds else LOGS if LOG in kinds else COUNTS
-        # The command of a check of one key, to be filled in: in a third of the time of `pack`.
-        head = pack("EVALSHA", self.script.sha, 1).replace(b"*3", b"*6", 1)
-        self._check = head + 3 * b"$%d\r\n%b\r\n"
         self._clock = clock
         self.by_server_clock = type(clock) is SystemClock
         self.field = rule.encode()
         self.encoded = encode_limits(limits) + self.field
         self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
+        # The command of a check of one key, to be filled in: in a fifth of the time of `pack`. The
+        # gates of all subjects have one length.
+        head = pack("EVALSHA", self.script.sha, 1).replace(b"*3", b"*6", 1)
+        self._check = head + b"$%%d\r\n%%b\r\n$%d\r\n%%b\r\n%%b" % len(self.place("")[1])
 
     def of_units(self) -> RuleScripts | None:
         """Return the calls of the limits that count units; None if there are none."""
@@ -299,11 +303,13 @@ class RuleScripts:
     def check_command(self, subject: str, cost: int, *, spend: bool = True) -> tuple[bytes, bytes]:
         """Return the key and the command of `batch_call` for one charge by the server's clock."""
         keys, gate = self.place(subject)
-        cost = min(cost, _COST_MAX)
         key = keys[0]
+        if spend and cost == 1 and len(keys) == 1:
+            return key, self._check % (len(key), key, gate, _ONE)
+        cost = min(cost, _COST_MAX)
         if spend and len(keys) == 1:
             units = b"%d" % cost
-            return key, self._check % (len(key), key, len(gate), gate, len(units), units)
+            return key, self._check % (len(key), key, gate, b"$%d\r\n%b\r\n" % (len(units), units))
         arguments = (gate, cost) if spend else (gate, cost, _LOOK)
         return key, _packed(("EVALSHA", self.script.sha, len(keys), *keys, *arguments))
 
