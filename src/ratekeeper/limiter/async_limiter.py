@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from ratekeeper.core import switches
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
+from ratekeeper.core.model import IN_FLIGHT, CheckResult, Decision, Request, Settlement, units_of
 from ratekeeper.core.steps import Call, Steps, asked, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
@@ -176,6 +176,24 @@ class AsyncLimiter(LimiterSetup):
         """
         owed = [await run_async(asked(counter.owed, part)) for counter, part in check.parts]
         return sum(owed)
+
+    async def in_flight_of(self, check: RuleCheck) -> int | None:
+        """Return the requests in flight of a rule; None if none of its limits counts them.
+
+        Of several limits the most; those of the parts of a split rule are added. Raises StoreError.
+        """
+        if not check.prepared.has_slots:
+            return None
+        found = 0
+        for counter, part in check.parts:
+            taken = 0
+            for limit in counter.limits:
+                if limit.algorithm == IN_FLIGHT:
+                    alone = self._store.counter((limit,), check.rule.id)
+                    look = await run_async(asked(alone.peek, part, 0))
+                    taken = max(taken, limit.limit - look.remaining)
+            found += taken
+        return found
 
     async def penalty_of(self, check: RuleCheck) -> Decision | None:
         """Return the denial of a cool-down or block that a rule has in force; None if it has none.

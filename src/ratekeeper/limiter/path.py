@@ -374,8 +374,7 @@ class CheckPath:
                 decision = yield Call(slots.check, check.counted, 1)
             finally:
                 if not decision:
-                    failed = self._tally.slots.renewals_failed
-                    failed[check.rule.id] = failed.get(check.rule.id, 0) + 1
+                    self._counts.of(check.rule.id).renewals_failed += 1
             if not decision.allowed:
                 raise SlotLost(
                     f"a request of {show(check.subject)} was in flight for longer than "

@@ -6,7 +6,7 @@ and for threads by one thread of the process, which starts with the first renewa
 takes less than a third of the longest time costs a timer, or a place in a heap.
 
 If a renewal fails, it is tried again after another third. A slot that is lost is logged and counted
-(`SlotsInUse.renewals_failed`); the request goes on. `Limiter.renew` raises SlotLost instead.
+(`RuleCounts.renewals_failed`); the request goes on. `Limiter.renew` raises SlotLost instead.
 """
 
 from __future__ import annotations

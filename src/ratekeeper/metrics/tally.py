@@ -107,6 +107,8 @@ class RuleCounts:
     """Units that settlements have charged above what was reserved."""
     forgiven: int = 0
     """Units that they have not charged, because a limit owed as much as it may."""
+    renewals_failed: int = 0
+    """Slots that were not renewed: their requests go on without one."""
 
 
 class SlotsInUse:
@@ -115,13 +117,11 @@ class SlotsInUse:
     One is in use until it is freed, or until its longest time has passed.
     """
 
-    __slots__ = ("_until_s", "renewals_failed")
+    __slots__ = ("_until_s",)
 
     def __init__(self) -> None:
         # By rule and stamp; the one that ends first is usually in front.
         self._until_s: dict[tuple[str, int], float] = {}
-        self.renewals_failed: dict[str, int] = {}
-        """Renewals that failed, by rule: the requests go on without a slot."""
 
     def note(self, rule: str, stamp: int, lasts_s: float) -> None:
         """Note that a slot was taken, or renewed."""

@@ -654,3 +654,13 @@ async def test_limits_of_a_call_count_no_requests_in_flight() -> None:
         body = {"name": "emails", "key": "1", "limits": ["2 at once for 60s"]}
         answer = await http("POST", "/v1/limit", body)
         assert (answer.status, "/v1/release" in answer.data["detail"]) == (400, True)
+
+
+async def test_the_quota_shows_requests_in_flight() -> None:
+    """Of the limits that count them."""
+    async with http_service(rules=IN_FLIGHT_RULES) as http:
+        await http.check(user="1")
+        [rule] = (await http("GET", "/v1/quota?user=1")).data["rules"]
+        assert [each["in_flight"] for each in rule["limits"]] == [None, 1]
+        assert [each["remaining"] for each in rule["limits"]] == [8, 1]
+        assert http.context.limiter.tally().slots.by_rule() == {"users": 1}
