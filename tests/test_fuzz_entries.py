@@ -141,7 +141,7 @@ def test_wait_timeout(timeout: Any) -> None:
 @example(object())
 def test_hold_wait(wait: Any) -> None:
     """Any `wait`: the block runs, or it is a ConfigError."""
-    with suppress(ConfigError, LimitExceeded), _limiter().hold("k", wait=wait) as decision:
+    with suppress(ConfigError, LimitExceeded), _limiter().reserve("k", wait=wait) as decision:
         assert decision.allowed
 
 

@@ -159,7 +159,7 @@ def verbs(limiter: Limiter) -> None:
     assert_type(limiter.limits, tuple[Limit, ...])
     assert_type(limiter.store, Store)
     assert_type(limiter.stats(), StoreStats)
-    with limiter.hold("k", 2, wait=1.5, refund_on_error=True) as decision:
+    with limiter.reserve("k", 2, wait=1.5, refund_on_error=True) as decision:
         assert_type(decision, Decision)
     with Limiter("5/s") as own:
         assert_type(own, Limiter)
@@ -173,7 +173,7 @@ async def async_verbs(limiter: AsyncLimiter) -> None:
     await limiter.refund("k")
     await limiter.grant("k", 5)
     await limiter.reset("k")
-    async with limiter.hold("k", wait=1) as decision:
+    async with limiter.reserve("k", wait=1) as decision:
         assert_type(decision, Decision)
     async with AsyncLimiter("5/s") as own:
         assert_type(own, AsyncLimiter)

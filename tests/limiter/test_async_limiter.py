@@ -189,7 +189,7 @@ async def test_a_cancelled_wait_spends_nothing() -> None:
 
 
 async def _hold(limiter: AsyncLimiter, wait: float) -> None:
-    async with limiter.hold("k", wait=wait):
+    async with limiter.reserve("k", wait=wait):
         pytest.fail("the block ran")
 
 
@@ -229,7 +229,7 @@ async def test_durations_may_be_timedeltas(limiter: AsyncLimiter, clock: ManualC
     """`timeout`, `wait` and `ttl` accept a timedelta, as in Limiter."""
     await limiter.check("k", 2)
     assert not await limiter.wait("k", timeout=timedelta(milliseconds=9_999))
-    async with limiter.hold("k", wait=timedelta(seconds=10)):
+    async with limiter.reserve("k", wait=timedelta(seconds=10)):
         assert clock.now_ns() == 10 * SECOND
     await limiter.grant("k", 1, ttl=timedelta(seconds=1))
     assert (await limiter.peek("k")).remaining == 1
@@ -255,10 +255,10 @@ async def test_concurrent_waits_pass_one_by_one(limiter: AsyncLimiter, clock: Ma
 
 async def test_hold(limiter: AsyncLimiter) -> None:
     """`hold` spends before the block runs, and raises instead of running the block if denied."""
-    async with limiter.hold("k", 2) as decision:
+    async with limiter.reserve("k", 2) as decision:
         assert decision.remaining == 0
     with pytest.raises(LimitExceeded) as caught:
-        async with limiter.hold("k"):
+        async with limiter.reserve("k"):
             pytest.fail("the block ran")
     assert caught.value.decision.retry_after == 10.0
 
@@ -266,11 +266,11 @@ async def test_hold(limiter: AsyncLimiter) -> None:
 async def test_hold_waits(limiter: AsyncLimiter, clock: ManualClock) -> None:
     """`hold` waits up to `wait` seconds for room, and sleeps the delay of a leaky bucket."""
     await limiter.check("k", 2)
-    async with limiter.hold("k", wait=10):
+    async with limiter.reserve("k", wait=10):
         assert clock.now_ns() == 10 * SECOND
     queue = AsyncLimiter(QUEUE, clock=clock)
     for turn in range(3):
-        async with queue.hold("k"):
+        async with queue.reserve("k"):
             assert clock.now_ns() == (10 + turn) * SECOND
 
 
@@ -281,7 +281,7 @@ async def test_hold_refunds_a_block_that_raises_if_requested(
 ) -> None:
     """With `refund_on_error`, a block that failed or was cancelled costs nothing."""
     with pytest.raises(kind):
-        async with limiter.hold("k", 2, refund_on_error=refund):
+        async with limiter.reserve("k", 2, refund_on_error=refund):
             raise kind
     assert (await limiter.peek("k")).remaining == left
 

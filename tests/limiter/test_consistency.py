@@ -91,9 +91,9 @@ def test_the_verbs_of_a_leased_limiter() -> None:
     until(lambda: limiter.peek(KEY).remaining == 9, given_back, 20)
     assert limiter.settle(KEY, 0, 20) == 11
     limiter.grant(KEY, 3)
-    with limiter.hold(KEY, 3):
+    with limiter.reserve(KEY, 3):
         pass
-    with pytest.raises(LimitExceeded), limiter.hold(KEY):
+    with pytest.raises(LimitExceeded), limiter.reserve(KEY):
         pass
     assert limiter.wait(KEY, 1, timeout=60).allowed
     limiter.reset(KEY)

@@ -45,7 +45,7 @@ def test_every_verb_takes_a_request(clock: ManualClock) -> None:
     limiter.grant(me, 2)
     assert limiter.wait(me, 3).remaining == 0
     limiter.reset(me)
-    with limiter.hold(me):
+    with limiter.reserve(me):
         assert limiter.peek(me).remaining == 0
 
 

@@ -143,7 +143,7 @@ def test_an_invalid_timeout_is_rejected(limiter: Limiter, timeout: Any) -> None:
     wrong = r"^timeout=.* is not a length of time; for example timeout=5 \(seconds\)$"
     with pytest.raises(ConfigError, match=wrong):
         limiter.wait("k", timeout=timeout)
-    with pytest.raises(ConfigError, match=wrong), limiter.hold("k", wait=timeout):
+    with pytest.raises(ConfigError, match=wrong), limiter.reserve("k", wait=timeout):
         pytest.fail("the block ran")
     assert limiter.peek("k").remaining == 2
 
@@ -163,7 +163,7 @@ class InterruptedClock(ManualClock):
 
 
 def _hold(limiter: Limiter, wait: float) -> None:
-    with limiter.hold("k", wait=wait):
+    with limiter.reserve("k", wait=wait):
         pytest.fail("the block ran")
 
 
@@ -201,7 +201,7 @@ def test_a_wait_that_is_interrupted_before_it_spends_refunds_nothing() -> None:
 
 def test_hold_spends_before_the_block(limiter: Limiter) -> None:
     """The block runs with its decision, and its units stay spent."""
-    with limiter.hold("k", 2) as decision:
+    with limiter.reserve("k", 2) as decision:
         assert decision.remaining == 0
     assert limiter.peek("k").remaining == 0
 
@@ -209,7 +209,7 @@ def test_hold_spends_before_the_block(limiter: Limiter) -> None:
 def test_hold_does_not_run_when_denied(limiter: Limiter) -> None:
     """`hold` raises LimitExceeded with the decision."""
     limiter.check("k", 2)
-    with pytest.raises(LimitExceeded) as caught, limiter.hold("k"):
+    with pytest.raises(LimitExceeded) as caught, limiter.reserve("k"):
         pytest.fail("the block ran")
     assert caught.value.decision.retry_after == 10.0
 
@@ -217,9 +217,9 @@ def test_hold_does_not_run_when_denied(limiter: Limiter) -> None:
 def test_hold_waits_if_requested(limiter: Limiter, clock: ManualClock) -> None:
     """`hold` waits up to `wait` seconds for room."""
     limiter.check("k", 2)
-    with pytest.raises(LimitExceeded), limiter.hold("k", wait=9):
+    with pytest.raises(LimitExceeded), limiter.reserve("k", wait=9):
         pytest.fail("the block ran")
-    with limiter.hold("k", wait=10):
+    with limiter.reserve("k", wait=10):
         assert clock.now_ns() == 10 * SECOND
 
 
@@ -227,7 +227,7 @@ def test_hold_sleeps_the_delay_of_a_leaky_bucket(clock: ManualClock) -> None:
     """The block runs after the delay, with or without `wait`."""
     limiter = Limiter(QUEUE, clock=clock)
     for turn, wait in enumerate([0, 0, 5]):
-        with limiter.hold("k", wait=wait):
+        with limiter.reserve("k", wait=wait):
             assert clock.now_ns() == turn * SECOND
 
 
@@ -241,7 +241,7 @@ def test_hold_refunds_a_block_that_raises_if_requested(
     limiter: Limiter, kind: type[BaseException], refund: bool, left: int
 ) -> None:
     """With `refund_on_error`, a failed block costs nothing. The error is raised in either case."""
-    with pytest.raises(kind), limiter.hold("k", 2, refund_on_error=refund):
+    with pytest.raises(kind), limiter.reserve("k", 2, refund_on_error=refund):
         raise kind
     assert limiter.peek("k").remaining == left
 
@@ -251,7 +251,7 @@ def test_a_block_that_fails_late_returns_no_quota_twice(clock: ManualClock) -> N
     limiter = Limiter("5/10s", clock=clock)
     with suppress(RuntimeError), ExitStack() as blocks:
         for _ in range(5):
-            blocks.enter_context(limiter.hold("k", refund_on_error=True))
+            blocks.enter_context(limiter.reserve("k", refund_on_error=True))
         clock.advance(10)
         assert sum(limiter.check("k").allowed for _ in range(20)) == 5
         raise RuntimeError
@@ -261,7 +261,7 @@ def test_a_block_that_fails_late_returns_no_quota_twice(clock: ManualClock) -> N
 def test_hold_refunds_nothing_after_a_denial(limiter: Limiter) -> None:
     """A denial spends nothing, so there is nothing to refund."""
     limiter.check("k", 2)
-    with pytest.raises(LimitExceeded), limiter.hold("k", refund_on_error=True):
+    with pytest.raises(LimitExceeded), limiter.reserve("k", refund_on_error=True):
         pytest.fail("the block ran")
     assert limiter.peek("k").remaining == 0
 
@@ -269,7 +269,7 @@ def test_hold_refunds_nothing_after_a_denial(limiter: Limiter) -> None:
 def test_hold_refunds_no_granted_units(limiter: Limiter) -> None:
     """It refunds as `refund` does: the 2 units of the limit, and not the 3 of the grant."""
     limiter.grant("k", 3)
-    with pytest.raises(RuntimeError), limiter.hold("k", 5, refund_on_error=True):
+    with pytest.raises(RuntimeError), limiter.reserve("k", 5, refund_on_error=True):
         raise RuntimeError
     assert limiter.peek("k").remaining == 2
 
@@ -277,7 +277,7 @@ def test_hold_refunds_no_granted_units(limiter: Limiter) -> None:
 def test_hold_refunds_nothing_with_limiting_off(limiter: Limiter) -> None:
     """With limiting off nothing is counted, so a failed block refunds nothing."""
     limiter.check("k", 2)
-    with limiting_off(), pytest.raises(RuntimeError), limiter.hold("k", refund_on_error=True):
+    with limiting_off(), pytest.raises(RuntimeError), limiter.reserve("k", refund_on_error=True):
         raise RuntimeError
     assert limiter.peek("k").remaining == 0
 
@@ -288,7 +288,7 @@ def test_hold_refunds_nothing_after_a_degraded_admission(clock: ManualClock) -> 
     one = Limiter("2/m", store=PythonMemoryStore(clock, 1), clock=clock)
     both = Limiter("2/m; 9/h", store=one.store, clock=clock)
     one.check("k")
-    hold = both.hold("k", refund_on_error=True)
+    hold = both.reserve("k", refund_on_error=True)
     assert hold.__enter__().degraded
     assert hold.__exit__(RuntimeError, RuntimeError(), None) is False
     assert one.peek("k").remaining == 1
@@ -467,14 +467,14 @@ async def test_an_outage_does_not_lift_the_limit_of_wait_on_asyncio(clock: Manua
     found = [(await limiter.wait("api", timeout=0)).allowed for _ in range(3)]
     assert found == [True, True, False]
     with pytest.raises(LimitExceeded):
-        async with limiter.hold("api"):
+        async with limiter.reserve("api"):
             pass
 
 
 def test_an_outage_does_not_lift_the_limit_of_hold(clock: ManualClock) -> None:
     """Nor that of the decorator."""
     limiter = outgoing(clock)
-    with limiter.hold("api") as decision:
+    with limiter.reserve("api") as decision:
         assert decision.degraded
 
     @limiter.limit(key="api")
@@ -484,7 +484,7 @@ def test_an_outage_does_not_lift_the_limit_of_hold(clock: ManualClock) -> None:
     assert call()
     with pytest.raises(LimitExceeded):
         call()
-    with pytest.raises(LimitExceeded), limiter.hold("api", wait=5):
+    with pytest.raises(LimitExceeded), limiter.reserve("api", wait=5):
         pass
 
 

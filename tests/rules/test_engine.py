@@ -398,10 +398,10 @@ def test_wait_hold_and_the_decorator(clock: ManualClock) -> None:
     before_ns = clock.now_ns()
     assert limiter.wait(Request(user="ann"), timeout=60)
     assert clock.now_ns() - before_ns == 20 * 10**9
-    with pytest.raises(RuntimeError), limiter.hold(BOB, refund_on_error=True):
+    with pytest.raises(RuntimeError), limiter.reserve(BOB, refund_on_error=True):
         raise RuntimeError
     assert limiter.peek(BOB).remaining == 3
-    with limiter.hold(BOB) as decision:
+    with limiter.reserve(BOB) as decision:
         assert decision.remaining == 2
 
 
@@ -418,7 +418,7 @@ async def test_wait_hold_and_the_decorator_on_asyncio(clock: ManualClock) -> Non
         await greet("ann")
     assert await limiter.wait(Request(user="ann"), timeout=60)
     with pytest.raises(RuntimeError):
-        async with limiter.hold(BOB, refund_on_error=True):
+        async with limiter.reserve(BOB, refund_on_error=True):
             raise RuntimeError
     assert (await limiter.peek(BOB)).remaining == 3
 

@@ -59,12 +59,12 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
     return [(source, decision.charged_ns)]
 
 
-def refunding(charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
-    """Return units to each of these rules. Raises StoreError, after all rules were tried."""
+def refunding(charges: Sequence[RuleCharge]) -> Steps[None]:
+    """Return the units of each check to its rule. Raises StoreError, after all rules were tried."""
     failure: StoreError | None = None
     for check, charged_ns in charges:
         try:
-            yield Call(check.counter.refund, check.counted, check.units_of(cost), charged_ns)
+            yield Call(check.counter.refund, check.counted, check.units, charged_ns)
         except StoreError as error:
             failure = failure or error
     if failure is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.costs import REQUESTS, Cost, units_in
+from ratekeeper.core.errors import ConfigError, InvalidCost, quoted
 from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
 from ratekeeper.core.subjects import Key, subject_of, subject_of_request
 from ratekeeper.decide.regional import AcrossRegions
@@ -50,21 +51,27 @@ class OwnLimits:
         """The rule, as results have it."""
         return self._prepared.alone
 
-    def plan(self, key: Key | Request, cost: int) -> CheckPlan:
-        """Return the one charge of a check."""
+    def plan(self, key: Key | Request, cost: Cost) -> CheckPlan:
+        """Return the one charge of a check. Raises InvalidCost for a unit other than requests."""
         subject = self.subject_of(key)
+        for unit in () if isinstance(cost, int) else cost:
+            if unit != REQUESTS:
+                raise InvalidCost(
+                    f"costs: these limits count one unit, not {quoted(unit)}; write cost=… for it, "
+                    f"or use rules with `unit: {unit}`"
+                )
         return CheckPlan(
             (
                 RuleCheck(
                     self.counter,
                     subject,
-                    cost,
+                    units_in(cost, REQUESTS, 1),
                     self.rule,
                     self._choice,
                     FACTOR_STEPS,
                     self._prepared,
                     subject,
-                    cost,
+                    1,
                 ),
             )
         )

@@ -8,7 +8,7 @@ decision, `AsyncLimiter.check` is awaited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, duration_ns, seconds_from_ns
+from ratekeeper.core.costs import Cost, Costs, check_settlement, checked_cost
 from ratekeeper.core.errors import (
     CapacityError,
     ConfigError,
@@ -32,7 +33,6 @@ from ratekeeper.core.model import (
     Request,
     check_name,
     decision_with,
-    units_of,
 )
 from ratekeeper.core.steps import Call, Steps, Undo
 from ratekeeper.core.subjects import Key, subject_of
@@ -44,6 +44,7 @@ from ratekeeper.limiter.charges import RuleCharge, charges_in, charging, refundi
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
+from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
@@ -80,22 +81,22 @@ class LimiterVerbs:
 
     # ── Check ──────────────────────────────────────────────────────────────────────────────────
 
-    def _plan(self, key: Key | Request, cost: int, what: str = "cost") -> CheckPlan:
+    def _plan(self, key: Key | Request, cost: Cost, what: str = "cost") -> CheckPlan:
         """Return the charges of a check. Raises InvalidKey, InvalidCost and ConfigError."""
         if self._engine is not None:
             # Nearly every call has these types, which need no further examination.
             request = key if type(key) is Request else request_of(key)
-            units = cost if type(cost) is int and cost >= 0 else units_of(cost, what)
+            units = cost if type(cost) is int and cost >= 0 else checked_cost(cost, what)
             return self._engine.compiled_rules.plan(request, units)
         assert self._own is not None, "a limiter has rules or limits"  # noqa: S101 - ours
-        return self._own.plan(key, units_of(cost, what))
+        return self._own.plan(key, checked_cost(cost, what))
 
-    def _check(self, key: Key | Request, cost: int = 1) -> Decision:
+    def _check(self, key: Key | Request, cost: Cost = 1, *, costs: Costs | None = None) -> Decision:
         """Check in this thread."""
-        plan = self._plan(key, cost)
+        plan = self._plan(key, cost if costs is None else costs)
         return self._unlimited() if switches.limiting_off else self._path.decide(plan, key)[0]
 
-    def _evaluate(self, key: Key | Request, cost: int = 1) -> CheckResult:
+    def _evaluate(self, key: Key | Request, cost: Cost = 1) -> CheckResult:
         """Check in this thread, and return a result."""
         if switches.limiting_off:
             self._plan(key, cost)
@@ -108,17 +109,17 @@ class LimiterVerbs:
         plan = self._plan(key, cost)
         return self._path.result(plan, *self._path.decide(plan, key))
 
-    def _peek_result(self, key: Key | Request, cost: int) -> Steps[CheckResult]:
+    def _peek_result(self, key: Key | Request, cost: Cost) -> Steps[CheckResult]:
         plan = self._plan(key, cost)
         if switches.limiting_off:
             return CheckResult(self._unlimited(), kind="unlimited")
         return self._path.result(plan, (yield from self._path.peeking(plan, key)))
 
-    def _peek(self, key: Key | Request, cost: int) -> Steps[Decision]:
+    def _peek(self, key: Key | Request, cost: Cost) -> Steps[Decision]:
         return (yield from self._peek_result(key, cost)).decision
 
     def _evaluate_all(
-        self, checks: Sequence[tuple[Key | Request, int]]
+        self, checks: Sequence[tuple[Key | Request, Cost]]
     ) -> Steps[list[CheckResult]]:
         planned = [(self._plan(key, cost), key) for key, cost in checks]
         if switches.limiting_off:
@@ -145,7 +146,7 @@ class LimiterVerbs:
     def log_denial(self, key: Key | Request, decision: Decision) -> None:
         """Log a denial on `ratekeeper.denied`: at most one line a minute for each subject.
 
-        Middleware, decorators, `hold` and `wait` log their denials. For a caller of `check`.
+        Middleware, decorators, `reserve` and `wait` log their denials. For a caller of `check`.
         """
         if decision.allowed:
             return
@@ -158,7 +159,7 @@ class LimiterVerbs:
     # ── Refund and settle ──────────────────────────────────────────────────────────────────────
 
     def _refund(
-        self, key: Key | Request, cost: int, decision: Decision | None = None
+        self, key: Key | Request, cost: Cost, decision: Decision | None = None
     ) -> Steps[None]:
         """Return units to every rule that a decision charged; without a decision, that applies now.
 
@@ -167,17 +168,12 @@ class LimiterVerbs:
         _check_decision(decision)
         charges = self._charges_of(key, cost, decision)
         if not switches.limiting_off:
-            yield from refunding(charges, cost)
-
-    def _refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
-        units = units_of(cost, "cost")
-        if not switches.limiting_off:
-            yield from refunding(charges, units)
+            yield from refunding(charges)
 
     def _charges_of(
-        self, key: Key | Request, cost: int, decision: Decision | None
-    ) -> Sequence[RuleCharge]:
-        """Return the rules to refund, each with the time of its charge if that is known."""
+        self, key: Key | Request, cost: Cost, decision: Decision | None
+    ) -> list[RuleCharge]:
+        """Return the rules that a cost has charged, each with the time of its charge if known."""
         plan = self._plan(key, cost)
         if decision is None:
             return [(check, None) for check in plan.checks]
@@ -187,7 +183,7 @@ class LimiterVerbs:
         if self._own is not None:
             return [(check, charged_ns) for check in plan.checks]
         if decision.source is not None:
-            return charges_in(decision)
+            return [(check.at(cost), at_ns) for check, at_ns in charges_in(decision)]
         # A copy of a decision, from another process: only its own rule is known.
         return [(check, charged_ns) for check in plan.checks if check.rule.id == decision.rule]
 
@@ -216,15 +212,20 @@ class LimiterVerbs:
     def _settle(
         self,
         key: Key | Request,
-        reserved: int,
-        actual: int,
+        reserved: Cost,
+        actual: Cost,
         decision: Decision | None = None,
         reservation: str = "",
     ) -> Steps[int]:
         _check_decision(decision)
         check_name("reservation", reservation)
-        units = units_of(actual, "actual") - units_of(reserved, "reserved")
-        settling = self._settle_units(key, units, decision)
+        check_settlement(checked_cost(reserved, "reserved"), checked_cost(actual, "actual"))
+        self._plan(key, actual, "actual")  # rejects a unit that no rule counts
+        charged = self._charges_of(key, reserved, decision)
+        # A rule that was charged nothing is in no decision, and may have to be charged now.
+        known = {check.rule.id: check for check, _ in charged}
+        checks = {check.rule.id: check for check in self._plan(key, reserved).checks} | known
+        settling = self._settling(charged, [*checks.values()], actual)
         if not reservation:
             return (yield from settling)
         return (yield from self._once(key, reservation, settling)) or 0
@@ -258,22 +259,29 @@ class LimiterVerbs:
                 yield Undo(self._store.mark, subject, name, 0)
             raise
 
-    def _settle_units(
-        self, key: Key | Request, units: int, decision: Decision | None
+    def _settling(
+        self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
     ) -> Steps[int]:
-        """Refund units below 0; charge those above 0, and return how many did not fit."""
-        if units < 0:
-            yield Call(self.refund, key, -units, decision)
-        if units <= 0 or switches.limiting_off:
+        """Make a request cost `actual` that has cost each rule the units of its check so far.
+
+        Units of `charged` may be returned, as of the times of the charges; units of `checks` are
+        added. Returns the most units that did not fit a rule. Raises StoreError, after all rules
+        were tried, if units could not be returned.
+        """
+        if switches.limiting_off:
             return 0
-        if decision is not None and decision.charged_ns is None:
-            decision = None
+        returned = [
+            (check._replace(units=surplus), charged_ns)
+            for check, charged_ns in charged
+            if (surplus := check.units - check.settled(actual)) > 0
+        ]
         most = 0
-        for check, _ in self._charges_of(key, units, decision):
-            wanted = check.units_of(units)
-            left = yield from charging(self._store.counter, check, wanted)
-            if check.rule.mode != "shadow" and wanted:
-                most = max(most, -(-left * units // wanted))  # rounded up: it did not fit whole
+        for check in checks:
+            missing = check.settled(actual) - check.units
+            if missing > 0:
+                left = yield from charging(self._store.counter, check, missing)
+                most = max(most, 0 if check.rule.mode == "shadow" else left)
+        yield from refunding(returned)
         return most
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
@@ -311,7 +319,7 @@ class LimiterVerbs:
 
     # ── Wait ───────────────────────────────────────────────────────────────────────────────────
 
-    def _wait(self, key: Key | Request, cost: int, timeout: Duration | None) -> Steps[Decision]:
+    def _wait(self, key: Key | Request, cost: Cost, timeout: Duration | None) -> Steps[Decision]:
         deadline_ns: int | None = None
         if timeout is not None:
             deadline_ns = self._clock.now_ns() + duration_ns(
@@ -328,7 +336,7 @@ class LimiterVerbs:
             if decision.allowed:
                 return decision_with(decision, delay_ns=0)
 
-    def _counted_check(self, key: Key | Request, cost: int) -> Steps[Decision]:
+    def _counted_check(self, key: Key | Request, cost: Cost) -> Steps[Decision]:
         """Check; if the store fails and the policy is `open`, count on this machine instead."""
         decision: Decision = yield Call(self.check, key, cost)
         if not decision.degraded or not decision.allowed or not decision.uncounted:
@@ -349,7 +357,7 @@ class LimiterVerbs:
         )
 
     def _too_late(
-        self, key: Key | Request, cost: int, decision: Decision, late_ns: int
+        self, key: Key | Request, cost: Cost, decision: Decision, late_ns: int
     ) -> Steps[Decision]:
         """Return a denial; refund an admission whose delay ends after the deadline."""
         if decision.allowed:
@@ -359,7 +367,18 @@ class LimiterVerbs:
         self.log_denial(key, decision)
         return decision
 
-    def _pass(self, key: Key | Request, cost: int, wait: Duration) -> Steps[Decision]:
+    def _reserving(self, key: Key | Request, cost: Cost, wait: Duration) -> Steps[Reservation]:
+        """Charge a reservation. Raises LimitExceeded for a denial."""
+        # A copy: what is settled must be what was reserved.
+        kept = dict(cost) if isinstance(cost, Mapping) else cost
+        decision = yield from self._pass(key, kept, wait)
+        return Reservation(self._reservation_verbs(), key, kept, decision)
+
+    def _reservation_verbs(self) -> ReservationVerbs:
+        """Return what a reservation needs of this limiter."""
+        raise NotImplementedError
+
+    def _pass(self, key: Key | Request, cost: Cost, wait: Duration) -> Steps[Decision]:
         """Check, or wait for room, and sleep the delay. Raises LimitExceeded for a denial."""
         if wait:
             decision = yield from self._wait(key, cost, wait)
@@ -372,7 +391,7 @@ class LimiterVerbs:
         yield from self._pause(key, cost, decision)
         return decision
 
-    def _pause(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
+    def _pause(self, key: Key | Request, cost: Cost, decision: Decision) -> Steps[None]:
         """Sleep until a decision takes effect; refund it if the sleep is interrupted."""
         pause_ns = _pause_ns(decision)
         if not pause_ns:
@@ -383,7 +402,7 @@ class LimiterVerbs:
             yield from self._take_back(key, cost, decision)
             raise
 
-    def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
+    def _take_back(self, key: Key | Request, cost: Cost, decision: Decision) -> Steps[None]:
         """Refund an admission, as far as it was charged.
 
         If the store fails here, the units stay spent; the caller's own error matters more.
