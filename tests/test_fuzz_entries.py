@@ -139,10 +139,10 @@ def test_wait_timeout(timeout: Any) -> None:
 @given(ANYTHING)
 @example("5")
 @example(object())
-def test_hold_wait(wait: Any) -> None:
+def test_reserve_wait(wait: Any) -> None:
     """Any `wait`: the block runs, or it is a ConfigError."""
-    with suppress(ConfigError, LimitExceeded), _limiter().reserve("k", wait=wait) as decision:
-        assert decision.allowed
+    with suppress(ConfigError, LimitExceeded), _limiter().reserve("k", wait=wait) as reservation:
+        assert reservation.decision.allowed
 
 
 @given(ANYTHING, ANYTHING)

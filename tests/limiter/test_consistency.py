@@ -77,7 +77,7 @@ def test_asyncio_answers_the_same() -> None:
 
 
 def test_the_verbs_of_a_leased_limiter() -> None:
-    """refund, settle, grant, reset, hold and wait work as on any store."""
+    """refund, settle, grant, reset, reserve and wait work as on any store."""
     clock, _, limiter = leased()
     for _ in range(10):
         decision = limiter.check(KEY)

@@ -106,7 +106,7 @@ def test_the_number_of_lines_is_bounded(
 def test_each_way_that_answers_a_denial_logs_it_once(
     clock: ManualClock, caplog: pytest.LogCaptureFixture, kind: Any
 ) -> None:
-    """Decorators, `hold` with and without a wait, and `wait`; a caller of `check` knows."""
+    """Decorators, `reserve` with and without a wait, and `wait`; a caller of `check` knows."""
     limiter = kind("1/hour")
 
     def call() -> None:

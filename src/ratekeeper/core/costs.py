@@ -67,6 +67,17 @@ def settled_units(charged: int, actual: Cost, unit: str, weight: int) -> int:
     return units_in(actual, unit, weight) if isinstance(actual, int) or unit in actual else charged
 
 
+def merged_cost(charged: Cost, actual: Cost) -> Cost:
+    """Return what a request has cost in the end. A unit that is not named stays as it is.
+
+    >>> merged_cost({"requests": 1, "tokens": 1_200}, {"tokens": 800})
+    {'requests': 1, 'tokens': 800}
+    """
+    if isinstance(actual, int):
+        return actual
+    return {**({REQUESTS: charged} if isinstance(charged, int) else charged), **actual}
+
+
 def requests_in(cost: Cost) -> int:
     """Return the requests of a cost."""
     return cost if isinstance(cost, int) else cost.get(REQUESTS, 1)

@@ -12,7 +12,7 @@ from ratekeeper.core import switches
 from ratekeeper.core.costs import Cost, Costs
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import CheckResult, Decision, Request, units_of
-from ratekeeper.core.steps import Call, Steps, run, run_async
+from ratekeeper.core.steps import Steps, run, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
 from ratekeeper.decide.store import shared_store
@@ -122,35 +122,33 @@ class AsyncLimiter(LimiterSetup):
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
         return await run_async(self._settle(key, reserved, actual, decision, reservation))
 
-    async def once(
+    async def settle_charges(
+        self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
+    ) -> list[int]:
+        """Make a request cost `actual` that has cost each rule the units of its check so far.
+
+        Only rules of `charged` get units back, as of the times of their charges; `checks` are the
+        rules that may be charged more. Returns how many units did not fit, for each of `checks`.
+        Raises StoreError, after all rules were tried.
+        """
+        return await run_async(self._settling(charged, checks, actual))
+
+    async def settle_once(
         self,
         key: Key | Request,
         reservation: str,
-        settle: Callable[[], Awaitable[int]],
+        charged: Sequence[RuleCharge],
+        checks: Sequence[RuleCheck],
+        actual: Cost,
         scope: tuple[str, ...] = (),
-    ) -> int | None:
-        """Await `settle`, unless the store knows a settlement of this reservation of the key.
+    ) -> list[int] | None:
+        """Settle charges, unless the store knows a settlement of this reservation of the key.
 
-        Returns its result, or None if it was not called. If `settle` raises, a later call tries
-        again. Reservations of another `scope` are others.
+        Returns None then. If it raises, a later call tries again. Reservations of another `scope`
+        are others.
         """
-
-        def settling() -> Steps[int]:
-            result: int = yield Call(settle)
-            return result
-
-        return await run_async(self._once(key, reservation, settling(), scope))
-
-    async def settle_charges(
-        self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
-    ) -> int:
-        """Make a request cost `actual` that has cost each rule the units of its check so far.
-
-        Only rules of `charged` get units back, as of the times of their charges; `checks` are all
-        rules, which may be charged more. Returns the units that did not fit. Raises StoreError,
-        after all rules were tried.
-        """
-        return await run_async(self._settling(charged, checks, actual))
+        settling = self._settling(charged, checks, actual)
+        return await run_async(self._once(key, reservation, settling, scope))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ratekeeper.core.costs import REQUESTS, Cost, units_in
-from ratekeeper.core.errors import ConfigError, InvalidCost, quoted
+from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
 from ratekeeper.core.subjects import Key, subject_of, subject_of_request
 from ratekeeper.decide.regional import AcrossRegions
@@ -14,6 +14,7 @@ from ratekeeper.rules.compiled import (
     LimitChoice,
     PreparedLimits,
     RuleCheck,
+    check_units,
 )
 from ratekeeper.rules.document.model import Rule
 
@@ -54,12 +55,7 @@ class OwnLimits:
     def plan(self, key: Key | Request, cost: Cost) -> CheckPlan:
         """Return the one charge of a check. Raises InvalidCost for a unit other than requests."""
         subject = self.subject_of(key)
-        for unit in () if isinstance(cost, int) else cost:
-            if unit != REQUESTS:
-                raise InvalidCost(
-                    f"costs: these limits count one unit, not {quoted(unit)}; write cost=… for it, "
-                    f"or use rules with `unit: {unit}`"
-                )
+        check_units(cost, (REQUESTS,))
         return CheckPlan(
             (
                 RuleCheck(

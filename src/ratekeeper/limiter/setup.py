@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, clock_of
-from ratekeeper.core.costs import Cost, Costs
+from ratekeeper.core.costs import REQUESTS, Cost, Costs
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import (
     DEFAULT_NAME,
@@ -322,6 +322,11 @@ class LimiterSetup(LimiterVerbs):
     def compiled_rules(self) -> CompiledRules:
         """The rules in force, compiled. They never change; a new document replaces them."""
         return self._rules().compiled_rules
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """What the limits count: requests, and the units of the rules."""
+        return (REQUESTS,) if self._engine is None else self.compiled_rules.units
 
     @property
     def has_rules(self) -> bool:

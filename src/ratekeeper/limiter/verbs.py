@@ -226,17 +226,19 @@ class LimiterVerbs:
         known = {check.rule.id: check for check, _ in charged}
         checks = {check.rule.id: check for check in self._plan(key, reserved).checks} | known
         settling = self._settling(charged, [*checks.values()], actual)
-        if not reservation:
-            return (yield from settling)
-        return (yield from self._once(key, reservation, settling)) or 0
+        if reservation:
+            left = yield from self._once(key, reservation, settling)
+        else:
+            left = yield from settling
+        return max(left or [0])
 
     def _once(
         self,
         key: Key | Request,
         reservation: str,
-        settling: Steps[int],
+        settling: Steps[list[int]],
         scope: tuple[str, ...] = (),
-    ) -> Steps[int | None]:
+    ) -> Steps[list[int] | None]:
         """Settle a reservation of a key; return None if the store knows that it was settled.
 
         Reservations of another `scope` are others.
@@ -261,28 +263,28 @@ class LimiterVerbs:
 
     def _settling(
         self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
-    ) -> Steps[int]:
+    ) -> Steps[list[int]]:
         """Make a request cost `actual` that has cost each rule the units of its check so far.
 
         Units of `charged` may be returned, as of the times of the charges; units of `checks` are
-        added. Returns the most units that did not fit a rule. Raises StoreError, after all rules
-        were tried, if units could not be returned.
+        added. Returns how many did not fit, for each of `checks`. Raises StoreError, after all
+        rules were tried, if units could not be returned.
         """
         if switches.limiting_off:
-            return 0
+            return [0] * len(checks)
         returned = [
             (check._replace(units=surplus), charged_ns)
             for check, charged_ns in charged
             if (surplus := check.units - check.settled(actual)) > 0
         ]
-        most = 0
+        unsettled: list[int] = []
         for check in checks:
-            missing = check.settled(actual) - check.units
+            missing, left = check.settled(actual) - check.units, 0
             if missing > 0:
                 left = yield from charging(self._store.counter, check, missing)
-                most = max(most, 0 if check.rule.mode == "shadow" else left)
+            unsettled.append(0 if check.rule.mode == "shadow" else left)
         yield from refunding(returned)
-        return most
+        return unsettled
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
 

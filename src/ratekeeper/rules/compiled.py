@@ -491,7 +491,7 @@ class CompiledRules:
         Raises InvalidCost for a unit that no rule counts: most likely its name is misspelt.
         """
         if type(cost) is not int:
-            self._check_units(cost)
+            check_units(cost, self.units)
         matched = request if request.digests is None else request.matched_as
         if self._lists:
             verdict = self._listed(matched)[0]
@@ -526,12 +526,6 @@ class CompiledRules:
             shadowed = [each for each in shadowed if not self.goes_first(each.rule, enforced)]
         joint = tuple([check[:3] for check in enforced]) if len(enforced) > 1 else ()
         return _new(CheckPlan, (tuple(enforced), tuple(shadowed), None, joint))
-
-    def _check_units(self, cost: Cost) -> None:
-        for unit in () if isinstance(cost, int) else cost:
-            if unit not in self.units:
-                hint = suggestion(unit, self.units)
-                raise InvalidCost(f"costs: no rule counts {quoted(unit)}; {hint}")
 
     def _shape_of(self, values: Values, matched: Request, tier: str | None) -> Shape:
         """Return the shape of requests with these values, and remember it."""
@@ -791,6 +785,13 @@ class CompiledRules:
             if verdict is not None and found[0] is None:
                 found = verdict, lists
         return found
+
+
+def check_units(cost: Cost, known: Sequence[str]) -> None:
+    """Raise InvalidCost for costs in a unit that is counted nowhere: it is most likely misspelt."""
+    for unit in () if isinstance(cost, int) else cost:
+        if unit not in known:
+            raise InvalidCost(f"costs: no limit counts {quoted(unit)}; {suggestion(unit, known)}")
 
 
 def _are_short(values: object) -> bool:
