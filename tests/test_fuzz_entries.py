@@ -87,11 +87,19 @@ def test_a_wrong_key_is_always_an_invalid_key(key: Any) -> None:
 @given(ANYTHING)
 def test_a_wrong_cost_is_always_an_invalid_cost(cost: Any) -> None:
     """Anything that is not a whole number from 0 up raises InvalidCost."""
-    if type(cost) is not int or cost < 0:
+    if not isinstance(cost, dict) and (type(cost) is not int or cost < 0):
         with pytest.raises(InvalidCost):
             _limiter().check("k", cost)
         with pytest.raises(InvalidCost):
             Limiter("3/m").check("k", cost)
+
+
+@given(ANYTHING)
+def test_wrong_costs_are_always_an_invalid_cost(units: Any) -> None:
+    """The numbers of costs by unit are whole, and from 0 up."""
+    if type(units) is not int or units < 0:
+        with pytest.raises(InvalidCost):
+            _limiter().check("k", costs={"requests": units})
 
 
 @given(ANYTHING, ANYTHING)

@@ -75,7 +75,7 @@ def test_counts_of_other_subjects_follow_with_any_denial(
     """Nothing runs in the background; a subject without denials since its line has no other."""
     limiter = Limiter("1/hour")
     for user in ("1", "2", "3"):
-        limiter.reserve(f"user:{user}").__enter__()
+        limiter.check(f"user:{user}")
     for user in ("1", "1", "1", "2"):
         denied(limiter.reserve(f"user:{user}").__enter__)
     clock.advance(61)

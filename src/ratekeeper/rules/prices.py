@@ -15,6 +15,7 @@ from ratekeeper.rules.document.tree import suggestion
 
 TOKENS: Final = "tokens"
 MICRO_DOLLARS: Final = "micro_dollars"
+MILLI_DOLLARS: Final = "milli_dollars"
 _PRICED_TOKENS: Final = 1_000_000
 
 
@@ -50,5 +51,7 @@ def costs_of_usage(
         **{f"{kind}_{TOKENS}": tokens for kind, tokens in usage.items()},
         # Rounded up once, for all kinds: a usage that costs anything costs a micro-dollar.
         MICRO_DOLLARS: -(-money // _PRICED_TOKENS),
+        # A limit holds 1,000,000,000 units, which is only 1,000 dollars in micro-dollars.
+        MILLI_DOLLARS: -(-money // (_PRICED_TOKENS * 1_000)),
     }
     return {unit: cost for unit, cost in costs.items() if unit in units}

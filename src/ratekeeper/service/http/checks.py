@@ -617,17 +617,17 @@ def charged_text(result: CheckResult) -> str:
     """Return what a check has charged, as a text for the settlement.
 
     Each rule has its own time, and a split rule the part that was charged. A rule that was charged
-    nothing that can be returned, such as units of a grant, has the time 0. The text holds no secret
+    nothing that can be returned, such as units of a grant, has no time. The text holds no secret
     and is not signed: the caller is believed about the reserved units anyway.
     """
     charges: list[_Charged] = []
     for check, charged_ns in charges_in(result.decision):
         part = [subject for _, subject in check.parts].index(check.counted)
-        charges.append((check.rule.id, part, charged_ns or 0, check.units, _digest(check.subject)))
+        charges.append((check.rule.id, part, charged_ns, check.units, _digest(check.subject)))
     known = {charge[0] for charge in charges}
     for applied, (subject, units) in zip(result.applied, result.counted, strict=False):
         if applied.rule not in known:
-            charges.append((applied.rule, 0, 0, units, _digest(subject)))
+            charges.append((applied.rule, 0, None, units, _digest(subject)))
     return urlsafe_b64encode(msgspec.msgpack.encode((urandom(_NAME_BYTES), charges))).decode()
 
 
@@ -642,7 +642,7 @@ _Bytes = Annotated[bytes, Meta(min_length=_NAME_BYTES, max_length=_NAME_BYTES)]
 _Charged = tuple[
     str,
     int,
-    Annotated[int, Meta(ge=0, le=4 * 10**18)],
+    Annotated[int, Meta(ge=0, le=4 * 10**18)] | None,
     Annotated[int, Meta(ge=0, le=UNITS_MAX)],
     _Bytes,
 ]
@@ -674,7 +674,7 @@ def _charges_of(checks: Sequence[RuleCheck], charged: str) -> tuple[str, list[Ru
             )
         counter, counted = check.parts[part]
         at = check._replace(counter=counter, counted=counted, units=units)
-        found.append((at, charged_ns or None))
+        found.append((at, charged_ns))
     return name.hex(), found
 
 
