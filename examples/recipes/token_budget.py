@@ -44,8 +44,8 @@ def complete(
 
 def left(user: str) -> dict[str, int]:
     """Return what remains, by rule."""
-    explained = limiter.explain(Request(user=user, tenant="acme"))
-    return {each.id: each.decision.remaining for each in explained.rules if each.decision}
+    rules = limiter.explain(Request(user=user, tenant="acme")).applying
+    return {each.id: each.decision.remaining for each in rules if each.decision is not None}
 
 
 def main() -> None:
