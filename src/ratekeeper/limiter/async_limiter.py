@@ -249,9 +249,9 @@ class AsyncLimiter(LimiterSetup):
         try:
             yield reservation
         except BaseException:
-            await run_async(reservation.ending(raised=True))
+            await run_async(reservation.ending(True))
             raise
-        await run_async(reservation.ending(raised=False))
+        await run_async(reservation.ending(False))
 
     def _reservation_verbs(self) -> ReservationVerbs:
         at_once = self._check_at_once

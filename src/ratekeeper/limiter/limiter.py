@@ -189,9 +189,9 @@ class Limiter(LimiterSetup):
         try:
             yield reservation
         except BaseException:
-            run(reservation.ending(raised=True))
+            run(reservation.settling(True))
             raise
-        run(reservation.ending(raised=False))
+        run(reservation.settling(False))
 
     def _reservation_verbs(self) -> ReservationVerbs:
         return ReservationVerbs(self.check, run, self._settle, self._take_back, self._clock.now_ns)

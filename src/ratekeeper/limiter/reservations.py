@@ -162,12 +162,13 @@ class Reservation:
         """Return costs in the form in which the reservation was made."""
         return costs[REQUESTS] if self._is_plain else costs
 
-    def ending(self, *, raised: bool) -> Steps[None]:
+    def ending(self, raised: bool) -> Steps[None]:
         """Settle at the end of the block, also if the caller is cancelled meanwhile."""
-        self._has_ended = True
-        yield Undo(asking, self._settling, raised)
+        yield Undo(asking, self.settling, raised)
 
-    def _settling(self, raised: bool) -> Steps[None]:
+    def settling(self, raised: bool) -> Steps[None]:
+        """Settle at the end of the block."""
+        self._has_ended = True
         if self._in_flight is not None:
             yield Call(lambda: self._in_flight)
         try:

@@ -166,15 +166,14 @@ class LimiterVerbs:
         Raises StoreError, after all rules were tried.
         """
         _check_decision(decision)
-        charges = self._charges_of(key, cost, decision)
+        charges = self._charges_of(self._plan(key, cost), cost, decision)
         if not switches.limiting_off:
             yield from refunding(charges)
 
     def _charges_of(
-        self, key: Key | Request, cost: Cost, decision: Decision | None
+        self, plan: CheckPlan, cost: Cost, decision: Decision | None
     ) -> list[RuleCharge]:
         """Return the rules that a cost has charged, each with the time of its charge if known."""
-        plan = self._plan(key, cost)
         if decision is None:
             return [(check, None) for check in plan.checks]
         charged_ns = decision.charged_ns
@@ -219,12 +218,14 @@ class LimiterVerbs:
     ) -> Steps[int]:
         _check_decision(decision)
         check_name("reservation", reservation)
-        check_settlement(checked_cost(reserved, "reserved"), checked_cost(actual, "actual"))
-        self._plan(key, actual, "actual")  # rejects a unit that no rule counts
-        charged = self._charges_of(key, reserved, decision)
+        plan = self._plan(key, reserved, "reserved")
+        check_settlement(reserved, checked_cost(actual, "actual"))
+        if not isinstance(actual, int):
+            self._plan(key, actual)  # rejects a unit that no rule counts
+        charged = self._charges_of(plan, reserved, decision)
         # A rule that was charged nothing is in no decision, and may have to be charged now.
-        known = {check.rule.id: check for check, _ in charged}
-        checks = {check.rule.id: check for check in self._plan(key, reserved).checks} | known
+        checks = {check.rule.id: check for check in plan.checks}
+        checks |= {check.rule.id: check for check, _ in charged}
         settling = self._settling(charged, [*checks.values()], actual)
         if reservation:
             left = yield from self._once(key, reservation, settling)
