@@ -14,10 +14,11 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any, Final
 
+from tests.redis_servers import Single
+
 from bench.engines import Rate, shared_folder, shared_uri
 from bench.measure import Effort, collector_off
 from ratekeeper import Limiter, Request
-from tests.redis_servers import Single
 
 WORKS: Final = ("reserve memory", "reserve rules", "reserve shared", "reserve redis")
 GOAL: Final = 2.5

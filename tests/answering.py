@@ -74,6 +74,12 @@ class AnsweringCounter:
     def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
         answer(self.counter.refund(subject, units, charged_ns), self._link)
 
+    def owe(self, subject: str, units: int) -> int:
+        return cast("int", answer(self.counter.owe(subject, units), self._link))
+
+    def owed(self, subject: str) -> int:
+        return cast("int", answer(self.counter.owed(subject), self._link))
+
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         answer(self.counter.grant(subject, units, ttl_ns), self._link)
 

@@ -66,7 +66,7 @@ def test_settlements_of_one_key_leave_the_room_to_others(
     with open_store(clock, 1_000) as store:
         limiter = Limiter(LIMIT, store=store, clock=clock, name="tokens", on_failure="raise")
         for number in range(1_500):
-            assert limiter.settle("ann", 0, 1, reservation=f"r{number}") == 0
+            assert limiter.settle("ann", 0, 1, reservation=f"r{number}").charged == 1
         assert limiter.peek("ann").remaining == LIMIT.limit - 1_500
         assert store.stats().states == 1
         logins = Limiter("5/hour", store=store, clock=clock, name="logins", on_failure="raise")
@@ -100,5 +100,5 @@ def test_a_settlement_is_applied_although_its_name_finds_no_room(
         for key in keys:
             limiter.check(key)
         before = limiter.peek(known).remaining
-        assert limiter.settle(known, 1, 0, reservation="one") == 0
+        assert not limiter.settle(known, 1, 0, reservation="one").repeated
         assert limiter.peek(known).remaining == before + 1

@@ -223,7 +223,7 @@ def test_a_limit_keeps_its_count_whatever_the_other_limits_are(
     """A limit that is added, removed or moved to another place changes no count of the others.
 
     Nor does it matter which of them a verb is called for: units that are charged, refunded, granted
-    or reset with both limits are so for each of them alone, which is how settling charges them.
+    or reset with both limits are so for each of them alone.
     """
     one = Limit(10, per=1_000, algorithm=algorithm, name="one")
     two = Limit(20, per=3_000, algorithm=other, name="two")
@@ -240,16 +240,16 @@ def test_a_limit_keeps_its_count_whatever_the_other_limits_are(
     both = limiter(one, two)
     assert both.check("k")
     assert left() == [6, 19, 6, 6]
-    assert both.settle("k", 1, 3) == 0
+    assert both.settle("k", 1, 3).charged == 3
     assert left() == [4, 17, 4, 4]
     assert limiter(two).check("k", 2)
     assert left() == [4, 15, 4, 4]
-    assert both.settle("k", 1, 8) == 3  # as far as each of them has room
+    assert both.settle("k", 1, 8).charged == 8  # and `one` owes 3 of them
     assert left() == [0, 8, 0, 0]
     assert not limiter(two, one).check("k")
     both.refund("k", 2)
-    assert left() == [2, 10, 2, 2]
+    assert left() == [0, 10, 0, 0]
     both.grant("k", 5)
-    assert left() == [7, 15, 7, 7]
+    assert left() == [5, 15, 5, 5]
     limiter(two, one).reset("k")
     assert left() == [10, 20, 10, 10]

@@ -152,11 +152,11 @@ WANTS_PER = "expected '/', 'per' or 'in any' after the number of units"
 WANTS_ANY = "expected 'any' after 'in', as in '5 in any minute',"
 NO_OPTION = (
     "'in any' is exact in every window, so it has no burst, capacity, refill or other algorithm; "
-    "expected ';' before another limit, or the end"
+    "expected 'debt', ';' before another limit, or the end"
 )
 WANTS_UNIT = "expected a unit: ms, second, minute, hour, day, week, month or year"
 WANTS_END = (
-    "expected 'burst', 'capacity', 'refill', an algorithm (token_bucket, leaky_bucket, "
+    "expected 'burst', 'capacity', 'refill', 'debt', an algorithm (token_bucket, leaky_bucket, "
     "sliding_window_log, sliding_window_counter, fixed_window), ';' before another limit, "
     "or the end"
 )

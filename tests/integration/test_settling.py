@@ -44,7 +44,7 @@ async def by_limits(uri: str) -> AsyncIterator[None]:
     """A limiter for threads, with limits of its own."""
     with Limiter(LIMITS, store=uri) as limiter:
         while limiter.check("k"):
-            assert limiter.settle("k", 1, 10) == 0
+            assert limiter.settle("k", 1, 10).charged == 10
             yield
 
 
@@ -52,7 +52,7 @@ async def by_rules(uri: str) -> AsyncIterator[None]:
     """A limiter for threads, with a rule."""
     with Limiter.from_rules(RULES, store=uri) as limiter:
         while decision := limiter.check(Request(user="k")):
-            assert limiter.settle(Request(user="k"), 1, 10, decision) == 0
+            assert limiter.settle(Request(user="k"), 1, 10, decision).charged == 10
             yield
 
 
@@ -60,7 +60,7 @@ async def by_asyncio(uri: str) -> AsyncIterator[None]:
     """A limiter for asyncio."""
     async with AsyncLimiter(LIMITS, store=uri) as limiter:
         while await limiter.check("k"):
-            assert await limiter.settle("k", 1, 10) == 0
+            assert (await limiter.settle("k", 1, 10)).charged == 10
             yield
 
 

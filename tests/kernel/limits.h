@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "numbers.h"
 #include "table.h"
 
 static const int64_t SECOND_NS = 1000000000;
@@ -29,13 +30,16 @@ static inline rk_limit make_limit(rk_algorithm algorithm, int64_t limit, int64_t
                                   int64_t capacity, uint64_t id)
 {
     int64_t common = greatest_divisor(limit * RK_MICROS_PER_UNIT, window_ns);
+    int64_t soon = rk_mul_div_floor(limit, INT64_C(600000000000), window_ns);
+    capacity = capacity ? capacity : limit;
     return (rk_limit){
         .algorithm = algorithm,
         .limit = limit,
-        .capacity = capacity ? capacity : limit,
+        .capacity = capacity,
         .window_ns = window_ns,
         .numerator = limit * RK_MICROS_PER_UNIT / common,
         .denominator = window_ns / common,
+        .debt_max = rk_min(rk_max(capacity, soon), RK_UNITS_MAX),
         .salt = {rk_mix(id + 1), rk_mix(~id)},
         .rule = rk_mix(id),
     };

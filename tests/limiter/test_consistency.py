@@ -84,12 +84,13 @@ def test_the_verbs_of_a_leased_limiter() -> None:
     limiter.refund(KEY, 1, decision)
     assert limiter.peek(KEY).remaining == 991
     decision = limiter.check(KEY, 5)
-    assert limiter.settle(KEY, 5, 2, decision) == 0
+    assert limiter.settle(KEY, 5, 2, decision).charged == 2
     given_back = "the replaced lease is given back"
     until(lambda: limiter.peek(KEY).remaining == 989, given_back, 20)
-    assert limiter.settle(KEY, 0, 980) == 0
+    assert limiter.settle(KEY, 0, 980).charged == 980
     until(lambda: limiter.peek(KEY).remaining == 9, given_back, 20)
-    assert limiter.settle(KEY, 0, 20) == 11
+    assert limiter.settle(KEY, 0, 20).charged == 20
+    assert limiter.peek(KEY, 1).retry_after > 11 * 3.6
     limiter.grant(KEY, 3)
     with limiter.reserve(KEY, 3):
         pass

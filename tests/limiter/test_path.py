@@ -233,7 +233,7 @@ def test_an_unavailable_store_is_visible_in_the_result() -> None:
                 assert (result.kind, result.decision.allowed) == (kind, allowed), policy
                 assert result.decision.degraded
                 assert names(result) == ["a"]
-            assert limiter.settle(ANN, 1, 3) == 2, policy
+            assert limiter.settle(ANN, 1, 3).uncounted == 2, policy
     with Limiter("3/minute", store=uri, on_failure="closed") as limits:
         assert limits.evaluate("ann").kind == "unavailable"
         assert [each.kind for each in limits.evaluate_all([("ann", 1)])] == ["unavailable"]

@@ -68,9 +68,9 @@ def test_all_verbs_of_a_global_limiter(calls: Calls) -> None:
     decision = calls(limiter.check, KEY, 4)
     assert (decision.allowed, decision.remaining, decision.rule) == (True, 6, "api")
     assert calls(limiter.peek, KEY).remaining == 6
-    assert calls(limiter.settle, KEY, 4, 7, decision) == 0
+    assert calls(limiter.settle, KEY, 4, 7, decision).charged == 7
     assert calls(limiter.peek, KEY).remaining == 3
-    assert calls(limiter.settle, KEY, 4, 9, decision) == 2
+    assert calls(limiter.settle, KEY, 4, 9, decision).forgiven == 2  # it owes nothing
     calls(limiter.refund, KEY, 4, decision)
     assert calls(limiter.peek, KEY).remaining == 4
     calls(limiter.grant, KEY, 2)
@@ -87,9 +87,9 @@ def test_further_charges_go_to_all_limits_of_a_global_rule(calls: Calls) -> None
     """They are counted together: a counter of one of them would have other counts."""
     limiter = calls.rules("{id: r, by: user, limits: [10/minute, 100/hour], scope: global}")
     decision = calls(limiter.check, ANNA, 2)
-    assert calls(limiter.settle, ANNA, 2, 6, decision) == 0
+    assert calls(limiter.settle, ANNA, 2, 6, decision).charged == 6
     assert calls(limiter.peek, ANNA).remaining == 4
-    assert calls(limiter.settle, ANNA, 2, 9, decision) == 3
+    assert calls(limiter.settle, ANNA, 2, 9, decision).forgiven == 3
     assert calls(limiter.peek, ANNA, 0).remaining == 0
 
 

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from ratekeeper.core.model import DECISION_FIELDS, AlgorithmName, Limit
-from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
+from ratekeeper.decide.algorithms import ALGORITHMS, LeasingAlgorithm, Outcome, State
 from ratekeeper.decide.store import LocalStore
 from ratekeeper.testing import ManualClock
 from tests.parity.reference import ReferenceCounter, States, answer
@@ -30,9 +30,11 @@ class _WaitsInMicroseconds:
     early is denied again, so waits are rounded up. The delay of a leaky bucket is not, because no
     check follows it."""
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    def __init__(self, algorithm: LeasingAlgorithm) -> None:
         self._algorithm = algorithm
         self.refund = algorithm.refund
+        self.owe = algorithm.owe
+        self.debt_of = algorithm.debt_of
 
     def decide(self, state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
         assert now_ns % NS_PER_US == 0
@@ -43,7 +45,7 @@ class _WaitsInMicroseconds:
         )
 
 
-ALGORITHMS_US: dict[AlgorithmName, Algorithm] = {
+ALGORITHMS_US: dict[AlgorithmName, Any] = {
     name: _WaitsInMicroseconds(algorithm) for name, algorithm in ALGORITHMS.items()
 }
 
@@ -70,7 +72,7 @@ class Moments:
     def note(self, step: Step, answered: tuple[Any, ...] | None) -> None:
         """Remember the end of the waits of an answer, and of a grant."""
         waits_ns = [step.ttl_ns or 0] if step.verb == "grant" else []
-        if answered is not None and answered[0] != "can never fit":
+        if answered is not None and step.verb != "owe" and answered[0] != "can never fit":
             waits_ns += [answered[RETRY], answered[RESET]]
         self._ends_ns += [step.now_ns + up_to_us(wait_ns) for wait_ns in waits_ns if wait_ns]
         del self._ends_ns[:-8]  # only the latest ones still matter
@@ -115,6 +117,10 @@ class Pair:
             charged_ns = self.reference.charged_ns(step.charge)
             self.counter.refund(subject, units, charged_ns)
             self.reference.refund(subject, units, charged_ns, now_ns)
+        elif verb == "owe":
+            got = self.counter.owe(subject, units), self.counter.owed(subject)
+            wanted = self.reference.owe(subject, units, now_ns)
+            return got, (wanted, self.reference.owed(subject, now_ns))
         elif verb == "grant":
             ttl_ns = None if step.ttl_ns is None else up_to_us(step.ttl_ns)
             self.counter.grant(subject, units, ttl_ns)

@@ -9,7 +9,7 @@ from typing import Any
 from ratekeeper.core.errors import CapacityError
 from ratekeeper.core.model import AlgorithmName, Decision, Limit, decision_fields, decision_with
 from ratekeeper.decide import credit as credits_
-from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome
+from ratekeeper.decide.algorithms import ALGORITHMS, Outcome
 from ratekeeper.decide.combine import combine
 from ratekeeper.decide.credit import Credit
 
@@ -37,7 +37,7 @@ class ReferenceCounter:
         states: States,
         limits: tuple[Limit, ...],
         rule: str,
-        algorithms: Mapping[AlgorithmName, Algorithm] = ALGORITHMS,
+        algorithms: Mapping[AlgorithmName, Any] = ALGORITHMS,
     ) -> None:
         self.limits = limits
         self._states = states
@@ -78,13 +78,22 @@ class ReferenceCounter:
                 credit,
             )
 
-    def owe(self, subject: str, units: int, now_ns: int) -> None:
-        if units == 0:
-            return
-        for limit, identity, algorithm in self._parts:
+    def owe(self, subject: str, units: int, now_ns: int) -> int:
+        forgiven = 0
+        for limit, identity, algorithm in self._parts if units else ():
             key = (self._rule, identity, subject)
             state, credit = self._states.get(key, (None, None))
-            self._states[key] = (algorithm.owe(state, limit, now_ns, units), credit)
+            after, left, beyond = credits_.owe(algorithm, state, credit, limit, now_ns, units)
+            forgiven = max(forgiven, beyond)
+            self._states[key] = (after, left)
+        return forgiven
+
+    def owed(self, subject: str, now_ns: int) -> int:
+        found = 0
+        for limit, identity, algorithm in self._parts:
+            state, _ = self._states.get((self._rule, identity, subject), (None, None))
+            found = max(found, algorithm.debt_of(state, limit, now_ns))
+        return found
 
     def grant(self, subject: str, units: int, ttl_ns: int | None, now_ns: int) -> None:
         if units == 0:

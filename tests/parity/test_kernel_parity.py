@@ -35,8 +35,8 @@ def apply(step: Step, kernel: _kernel.Counter, reference: ReferenceCounter) -> t
         kernel.refund(subject, units, charged_ns, now_ns)
         reference.refund(subject, units, charged_ns, now_ns)
     elif verb == "owe":
-        kernel.owe(subject, units, now_ns)
-        reference.owe(subject, units, now_ns)
+        got = kernel.owe(subject, units, now_ns), kernel.owed(subject, now_ns)
+        return got, (reference.owe(subject, units, now_ns), reference.owed(subject, now_ns))
     elif verb == "grant":
         kernel.grant(subject, units, step.ttl_ns, now_ns)
         reference.grant(subject, units, step.ttl_ns, now_ns)

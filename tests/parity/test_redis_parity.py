@@ -46,7 +46,9 @@ def named(step: Step, seed: int) -> Step:
     return replace(step, subject=f"{HEADS[number % len(HEADS)]}{number // len(HEADS)}")
 
 
-def trace(seed: int, store: LocalStore, clock: ManualClock, count: int = STEPS) -> int:
+def trace(
+    seed: int, store: LocalStore, clock: ManualClock, count: int = STEPS, *, owes: bool = False
+) -> int:
     """Run one trace on two rules that share their subjects; return the number of compared
     decisions."""
     random = Random(seed)
@@ -56,7 +58,7 @@ def trace(seed: int, store: LocalStore, clock: ManualClock, count: int = STEPS) 
     moments = Moments(random)
     compared = 0
     subjects = set()
-    for number, drawn in enumerate(steps(random, limits, count, rewinds=rewinds)):
+    for number, drawn in enumerate(steps(random, limits, count, rewinds=rewinds, owes=owes)):
         step = moments.timed(named(drawn, seed))
         pair = random.choices(pairs, weights=(9, 1))[0]
         if step.verb == "change":
@@ -131,6 +133,18 @@ def test_thousands_of_steps_agree(shard: int, tmp_path: Path) -> None:
             compared += trace(seed, store, clock)
             assert server.admin.keys() == []
     assert compared > 6 * STEPS * 4 // 5
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_debts_agree(shard: int, tmp_path: Path) -> None:
+    """A limit that owes is decided, refunded, granted units and reset as by the reference."""
+    server = running("single")
+    server.flush()
+    for seed in range(2_000 + shard, 2_000 + 6 * SHARDS, SHARDS):
+        clock = ManualClock()
+        with OPENERS["redis"](clock, 0, tmp_path) as store:
+            trace(seed, store, clock, owes=True)
+            assert server.admin.keys() == []
 
 
 @pytest.mark.parametrize("name", ["redis-async", "cluster", "cluster-async"])

@@ -11,6 +11,7 @@ from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName, Limit
 WINDOWS_US = (1_000, 7_000, 999_999, 1_000_000, 1_500_000, 60_000_000, 86_400_000_000)
 # Most refunds undo one of the latest charges.
 CHARGES = (0, 1, 1, 2, 3, 5, 10, 40)
+DEBT_US_MAX = 50 * 366 * 86_400_000_000
 WINDOWS_LONG_US = (30 * 86_400_000_000, 365 * 86_400_000_000)
 
 
@@ -50,6 +51,9 @@ def random_limit(random: Random, algorithm: AlgorithmName, name: str = "") -> Li
         capacity=capacity,
         name=name,
         refill_every=refill_us / 1e6,
+        debt=min(random.choice((0, 1, units, 10**9)), units * DEBT_US_MAX // window_us, 10**9)
+        if random.random() < 0.3
+        else None,
     )
 
 

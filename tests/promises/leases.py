@@ -38,7 +38,7 @@ _NODE_VERBS = (
 _BOUNDED = (*_NODE_VERBS, "repeat", "refund", "late")
 _RETURNING = ("give back", "repeat", "refund")
 # Verbs that change a quota from outside, for comparisons.
-_ALL = (*_BOUNDED, "peek", "grant", "reset", "correct")
+_ALL = (*_BOUNDED, "peek", "grant", "reset", "correct", "owe", "owe")
 CLOCK_STEPS = ("clock forward", "clock back")
 _GAPS = ("same",) * 6 + ("tick", "unit", "second", "window", "edge", "end of a lease")
 
@@ -195,6 +195,8 @@ class LeasePlay:
             return counter.peek(KEY, size % capacity)
         if verb == "grant":
             return counter.grant(KEY, 1 + size % 5, _SECOND_NS * (1 + which % 3))
+        if verb == "owe":
+            return counter.owe(KEY, 1 + size % (2 * capacity)), counter.owed(KEY)
         if verb == "correct":
             return counter.refund(KEY, 1 + size % 5, None)
         return self._reset(counter) if verb == "reset" else None

@@ -17,6 +17,8 @@ from tests.promises.strategies import Step, check, move
 
 # Time and cost. A time that went back counts as the time of the previous admission.
 Admission = tuple[int, int]
+# Time, units, and whether they are of an admission or settled later.
+Charged = tuple[int, int, bool]
 
 
 def admissions(
@@ -80,3 +82,28 @@ def _assert_counter(limit: Limit, admitted: Sequence[Admission]) -> None:
         windows[number] += cost
         left = Fraction(limit.window_ns - elapsed_ns, limit.window_ns)
         assert ceil(windows[number - 1] * left) + windows[number] <= limit.limit
+
+
+def assert_paid(limit: Limit, charged: Sequence[Charged]) -> None:
+    """Check the bound of the algorithm in every interval that ends with an admission."""
+    window_ns = limit.window_ns
+    for last, (end_ns, _, admits) in enumerate(charged):
+        before = [each[:2] for each in charged[: last + 1] if admits]
+        if limit.algorithm in ("token_bucket", "leaky_bucket"):
+            units = 0
+            for start_ns, cost in reversed(before):
+                units += cost
+                steps = -((end_ns - start_ns) // -limit.refill_step_ns)
+                over = (units - limit.capacity) * window_ns
+                assert over <= limit.limit * steps * limit.refill_step_ns
+        elif limit.algorithm == "sliding_window_log":
+            assert sum(cost for at_ns, cost in before if at_ns > end_ns - window_ns) <= limit.limit
+        else:
+            number, elapsed_ns = divmod(end_ns, window_ns)
+            windows = [
+                sum(cost for at_ns, cost in before if at_ns // window_ns == number - ago)
+                for ago in (0, 1)
+            ]
+            fades = limit.algorithm == "sliding_window_counter"
+            left = Fraction(window_ns - elapsed_ns, window_ns) if fades else 0
+            assert windows[0] + ceil(windows[1] * left) <= limit.limit

@@ -118,12 +118,12 @@ def test_a_grant_is_on_top_of_the_whole_limit(store: Store, clock: ManualClock) 
         assert checked.remaining <= checked.limit == 24
 
 
-def test_settling_ends(clock: ManualClock) -> None:
-    """Settling ends although a peek reports room that no single part has."""
-    with Limiter.from_rules(RULES % ("40/minute", 4), clock=clock) as limiter:
-        assert limiter.check(ANN)
-        unsettled = limiter.settle(ANN, 1, 35)
-        assert limiter.peek(ANN).remaining == 39 - (34 - unsettled)
+def test_the_part_that_was_charged_owes_a_settled_cost(clock: ManualClock) -> None:
+    """The others go on; the bound of each part is its share."""
+    with Limiter.from_rules(RULES % ("40/minute debt 80", 4), clock=clock) as limiter:
+        decision = limiter.check(ANN)
+        assert limiter.settle(ANN, 1, 35, decision).charged == 30
+        assert limiter.peek(ANN).remaining == 30
 
 
 def test_every_part_has_at_least_one_unit(clock: ManualClock) -> None:

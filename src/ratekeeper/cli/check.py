@@ -398,6 +398,8 @@ def _quota_row(rule: Mapping[str, Any], limit: Mapping[str, Any]) -> tuple[str, 
     reset_after = limit.get("reset_after")
     penalty = rule.get("penalty")
     left = _remaining_text(limit)
+    if limit.get("debt"):
+        left += f", owes {_count_text(limit['debt'])}"
     if isinstance(penalty, Mapping):
         left += f" ({_penalty_text(penalty.get('kind'))})"
     return (

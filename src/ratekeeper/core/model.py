@@ -49,8 +49,12 @@ WINDOW_NS_MAX: Final = 366 * 86_400 * NS_PER_SECOND
 # Redis has a clock in microseconds. A window of whole microseconds has the same length everywhere.
 WINDOW_NS_STEP: Final = 1_000
 WINDOW_NS_OFF_MAX: Final = 5
-# An empty bucket must be full again within a century, so that every time fits 64 bits.
+# An empty bucket must be full again within a century, so that every time fits 64 bits. With a debt
+# that is paid back within 50 years more, every time still does.
 REFILL_NS_MAX: Final = 100 * WINDOW_NS_MAX
+_DEBT_NS_MAX: Final = 50 * WINDOW_NS_MAX
+# By default, a limit owes no more than it pays back in this time.
+_DEBT_NS: Final = 600 * NS_PER_SECOND
 NAME_LENGTH_MAX: Final = 128
 
 
@@ -74,6 +78,8 @@ class Limit:
                  algorithm and window. So no count restarts when the numbers change.
     `refill_every`  of a token bucket: seconds or a timedelta after which the units of that time
                  are added at once. By default 0: they are added continuously.
+    `debt`       units that the limit owes at most when a cost is settled late; 0: it never owes.
+                 By default its capacity, or what ten minutes pay back if that is more.
 
     To change the numbers, create a new Limit: `dataclasses.replace` would keep the old capacity.
     """
@@ -85,6 +91,7 @@ class Limit:
     capacity: int = 0
     name: str = ""
     refill_every: float | timedelta = 0
+    debt: int | None = None
     window_ns: int = field(init=False, compare=False)
     # The time between two refills. A bucket that is refilled continuously is refilled every
     # nanosecond, the smallest step of time that there is.
@@ -93,6 +100,8 @@ class Limit:
     # With these small numbers, an engine can divide in 64 bits.
     micros_numerator: int = field(init=False, compare=False)
     ns_denominator: int = field(init=False, compare=False)
+    # The units that the limit owes at most, which are exact in micro-units beside a full bucket.
+    debt_max: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -125,6 +134,20 @@ class Limit:
                 f"capacity={self.capacity} would take more than a century to refill at "
                 f"{self.limit} per {self.per} s; lower the capacity or raise the rate"
             )
+        put("debt_max", self._debt_max())
+
+    def _debt_max(self) -> int:
+        payable = min(self.limit * _DEBT_NS_MAX // self.window_ns, UNITS_MAX)
+        if self.debt is None:
+            soon = self.limit * _DEBT_NS // self.window_ns
+            return min(max(self.capacity, soon), payable)
+        _check_units("debt", self.debt, 0, UNITS_MAX)
+        if self.debt > payable:
+            raise ConfigError(
+                f"debt={self.debt} would take more than 50 years to pay back at "
+                f"{self.limit} per {self.per} s; it is at most {payable}"
+            )
+        return self.debt
 
     def _check_bucket_fields(self) -> None:
         if self.algorithm not in BUCKETS and (self.burst or self.capacity):
@@ -180,18 +203,22 @@ class Limit:
             parts.append(f"name={self.name!r}")
         if self.refill_every:
             parts.append(f"refill_every={self.refill_every}")
+        if self.debt is not None:
+            parts.append(f"debt={self.debt}")
         return f"Limit({', '.join(parts)})"
 
     def __str__(self) -> str:
         """Return the rate string that `parse_limit` reads as this limit, but for the name."""
         per = duration_text(self.window_ns, one="")
+        debt = "" if self.debt is None else f" debt {self.debt}"
         if self.algorithm == "sliding_window_log":
-            return f"{self.limit} in any {per}"
+            return f"{self.limit} in any {per}{debt}"
         room = f" burst {self.burst}" if self.burst else f" capacity {self.capacity}"
         words = [
             room if self.capacity != self.limit else "",
             f" refill {duration_text(self.refill_step_ns)}" if self.refill_every else "",
             f" {self.algorithm}" if self.algorithm != "token_bucket" else "",
+            debt,
         ]
         return f"{self.limit}/{per}{''.join(words)}"
 
@@ -588,6 +615,25 @@ class CheckResult(NamedTuple):
     """The subject and the units of each rule in `applied`; empty if they are not known."""
     shadow_subjects: tuple[str, ...] = ()
     """The subject of each rule in `shadow_denied`; empty if they are not known."""
+
+
+class Settlement(NamedTuple):
+    """What a settled request is charged. See Limiter.settle.
+
+    `charged`    units in all: the most that a later refund of the request can return. By unit, if
+                 the actual cost is.
+    `forgiven`   units of the cost that a limit of the request did not charge, because it owes as
+                 much as it may already. If several did so, the most of them.
+    `uncounted`  units of the cost whose charge a store has not confirmed. They are not charged
+                 again, because they may have been charged.
+    `repeated`   True if the reservation was settled before: then nothing was changed, and the
+                 other numbers are 0.
+    """
+
+    charged: int | Mapping[str, int]
+    forgiven: int = 0
+    uncounted: int = 0
+    repeated: bool = False
 
 
 def units_of(units: int, what: str) -> int:

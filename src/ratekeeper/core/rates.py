@@ -1,14 +1,14 @@
 """Rate strings: `100/minute`, `5 in any minute`, `1000/hour burst 200`, `100/day; 10/second`.
 
     rates  = rate *( ( ";" | "," | "|" ) rate )
-    rate   = count ( "/" | "per" ) time *option | count "in any" time
-    option = "burst" count | "capacity" count | "refill" time | algorithm
+    rate   = count ( "/" | "per" ) time *option | count "in any" time [ "debt" count ]
+    option = "burst" count | "capacity" count | "refill" time | "debt" count | algorithm
     time   = [ number ] unit
     count  = digits, with "_" between them if you like
     number = count, or a decimal such as 1.5
 
-`5 in any minute` is a `sliding_window_log`: no minute has more than 5, wherever it starts. It has
-no options: a burst would be more than 5 in some minute.
+`5 in any minute` is a `sliding_window_log`: no minute has more than 5, wherever it starts. Its only
+option is `debt`: a burst would be more than 5 in some minute.
 
 The options of a rate are in any order, each at most once. `algorithm` is the name of one, as in
 `5/minute fixed_window`. A rate that names an algorithm, or is `in any` time, has that one; the
@@ -72,7 +72,13 @@ _TOKEN: Final = re.compile(
 _SEPARATOR: Final = re.compile(r"[;,|]")
 _SPACE: Final = re.compile(r"\s*")
 # The words that may follow a rate, and the arguments of Limit that they give.
-_OPTIONS: Final = {"burst": "burst", "capacity": "capacity", "refill": "refill_every"}
+_OPTIONS: Final = {
+    "burst": "burst",
+    "capacity": "capacity",
+    "refill": "refill_every",
+    "debt": "debt",
+}
+_DEBT: Final = "the debt, a whole number"
 _DASHED: Final = re.compile(r"[A-Za-z_-]{1,40}")
 # Longer numbers are rejected before they are converted: int() of a million digits takes seconds.
 _DIGITS_MAX: Final = 18
@@ -126,9 +132,9 @@ class _Parser:
             separator = _SEPARATOR.match(self._text, self._position)
             if separator is None:
                 self._fail(
-                    f"{self._meant_algorithm()}expected 'burst', 'capacity', 'refill', an "
-                    f"algorithm ({', '.join(ALGORITHM_NAMES)}), ';' before another limit, or the "
-                    f"end"
+                    f"{self._meant_algorithm()}expected 'burst', 'capacity', 'refill', "
+                    f"'debt', an algorithm ({', '.join(ALGORITHM_NAMES)}), ';' before another "
+                    f"limit, or the end"
                 )
             self._advance(separator.end())
             if len(limits) == LIMITS_MAX:
@@ -159,12 +165,13 @@ class _Parser:
         if not self._take_word("any"):
             self._fail(f"expected 'any' after 'in', as in '{count} in any minute',")
         window_ns = self._window_ns()
+        options = {"debt": self._count(_DEBT)} if self._take_word("debt") else {}
         if not (self._at_end() or _SEPARATOR.match(self._text, self._position)):
             self._fail(
                 "'in any' is exact in every window, so it has no burst, capacity, refill or other "
-                "algorithm; expected ';' before another limit, or the end"
+                "algorithm; expected 'debt', ';' before another limit, or the end"
             )
-        return window_ns, {"algorithm": "sliding_window_log"}
+        return window_ns, {"algorithm": "sliding_window_log", **options}
 
     def _meant_algorithm(self) -> str:
         """Return a question for a word that is written like an algorithm."""
@@ -321,6 +328,8 @@ def _scaled(limit: Limit, factor: Fraction) -> Limit:
 def with_numbers(limit: Limit, units: int, capacity: int) -> Limit:
     """Return a limit with other numbers; the units of a refill step have room in the capacity.
 
+    A debt that was chosen changes with the units, rounded down.
+
     >>> with_numbers(Limit(10, per=1, refill_every=0.5), units=5, capacity=1)
     Limit(5, per=1, capacity=1, refill_every=0.2)
     """
@@ -334,6 +343,7 @@ def with_numbers(limit: Limit, units: int, capacity: int) -> Limit:
         algorithm=limit.algorithm,
         capacity=capacity,
         name=limit.name,
+        debt=None if limit.debt is None else min(limit.debt * units // limit.limit, UNITS_MAX),
         # Refilled continuously, if even the shortest step would add too many units.
         refill_every=timedelta(microseconds=step_ns // 1_000) if step_ns >= WINDOW_NS_MIN else 0,
     )

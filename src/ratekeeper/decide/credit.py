@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ratekeeper.core.model import UNITS_MAX, Limit
-from ratekeeper.decide.algorithms import Algorithm, Outcome, State
+from ratekeeper.decide.algorithms import Algorithm, LeasingAlgorithm, Outcome, State
 
 Credit = tuple[int, int]
 
@@ -31,6 +31,30 @@ def decide(
         outcome = outcome._replace(remaining=outcome.remaining + left)
         return after, (left, until_ns) if left else None, outcome
     return state, credit, _denied(algorithm, state, credit, limit, now_ns, cost)
+
+
+def owe(
+    algorithm: LeasingAlgorithm,
+    state: State,
+    credit: Credit | None,
+    limit: Limit,
+    now_ns: int,
+    units: int,
+) -> tuple[State, Credit | None, int]:
+    """Charge units in full. A credit pays those that do not fit the limit, before it owes any.
+
+    Also return the units that the bound of the debt forgave.
+    """
+    if credit is None or now_ns >= credit[1]:
+        after, forgiven = algorithm.owe(state, limit, now_ns, units)
+        return after, None, forgiven
+    _, look = algorithm.decide(state, limit, now_ns, 0)
+    paid = min(max(units - look.remaining, 0), credit[0])
+    left = (credit[0] - paid, credit[1]) if credit[0] > paid else None
+    if paid == units:
+        return state, left, 0
+    after, forgiven = algorithm.owe(state, limit, now_ns, units - paid)
+    return after, left, forgiven
 
 
 def _denied(

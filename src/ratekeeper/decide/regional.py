@@ -48,11 +48,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from hashlib import blake2b
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, cast
 
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import CapacityError, StoreUnavailable
 from ratekeeper.core.model import BUCKETS, MICROS_PER_UNIT, Decision, Limit, Limits
+from ratekeeper.core.steps import Ask, Call, Steps, asking
 from ratekeeper.decide.combine import combine
 from ratekeeper.decide.ledgers import Ledger, Ratio, exact_room, ledger_of, outcome, room_at
 from ratekeeper.decide.store import Counter
@@ -275,6 +276,10 @@ class RegionalCounts(Protocol):
         ...
 
 
+# Attempts to charge a settled cost, each with the room that the one before found.
+_OWE_ATTEMPTS_MAX: Final = 8
+
+
 class GlobalCounter:
     """The counter of a global rule: what a region's store prepares.
 
@@ -282,6 +287,27 @@ class GlobalCounter:
     """
 
     __slots__ = ()
+
+    def owe(self, subject: str, units: int) -> Ask:
+        """Charge units as far as the share of this region has room; return those that have none.
+
+        A global limit owes nothing yet: debt would have to be exchanged between the regions.
+        """
+        return asking(self._owing, subject, units)
+
+    def owed(self, subject: str) -> int:  # noqa: ARG002 - as of every counter
+        """Return 0: a global limit owes nothing."""
+        return 0
+
+    def _owing(self, subject: str, units: int) -> Steps[int]:
+        counter = cast("Counter", self)
+        for _ in range(_OWE_ATTEMPTS_MAX):
+            # Another request may spend in between: then there is less room, and soon none.
+            room: Decision = yield Call(counter.peek, subject, 0)
+            fits = min(units, room.remaining)
+            if not fits or (yield Call(counter.check, subject, fits)).allowed:
+                return units - fits
+        return units
 
 
 def rule_number(limits: Sequence[Limit], rule: str) -> str:

@@ -111,10 +111,11 @@ class ServerStatus:
 
 
 Decided_co = TypeVar("Decided_co", covariant=True)
+Owed_co = TypeVar("Owed_co", covariant=True)
 Done_co = TypeVar("Done_co", covariant=True)
 
 
-class CounterOf(Protocol[Decided_co, Done_co]):
+class CounterOf(Protocol[Decided_co, Owed_co, Done_co]):
     """One rule's limits on one store. All limits pass together or none is charged."""
 
     @property
@@ -138,6 +139,18 @@ class CounterOf(Protocol[Decided_co, Done_co]):
         """
         ...
 
+    def owe(self, subject: str, units: int, /) -> Owed_co:
+        """Charge units in full, whether or not there is room for them. Raises StoreError.
+
+        A live grant pays what does not fit, and the limit owes the rest up to `Limit.debt_max`.
+        Returns the most units that a limit of the rule has forgiven.
+        """
+        ...
+
+    def owed(self, subject: str, /) -> Owed_co:
+        """Return the units that a limit of the rule owes now: the most of them. Spends nothing."""
+        ...
+
     def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> Done_co:
         """Add extra units on top of every limit for `ttl_ns` (None: one window)."""
         ...
@@ -155,8 +168,8 @@ class CounterOf(Protocol[Decided_co, Done_co]):
 
 
 # Of any store, and of one in the memory of this machine, which has every answer.
-Counter = CounterOf[Decision | Ask, Ask | None]
-LocalCounter = CounterOf[Decision, None]
+Counter = CounterOf[Decision | Ask, int | Ask, Ask | None]
+LocalCounter = CounterOf[Decision, int, None]
 
 
 NEEDS_AUTHORITY: Final = (

@@ -111,6 +111,14 @@ class NodeCounter:
         """Return units to the allowance, or to the authority."""
         return asking(self.refunding, subject, units, charged_ns)
 
+    def owe(self, subject: str, units: int) -> Ask:
+        """Charge in full at the authority; this node asks it at the next check."""
+        return asking(self.owing, subject, units)
+
+    def owed(self, subject: str) -> int | Ask:
+        """Return what the authority's limits owe."""
+        return self.counter.owed(subject)
+
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask:
         """Grant at the authority."""
         return asking(self.granting, subject, units, ttl_ns)
@@ -237,6 +245,17 @@ class NodeCounter:
             return self.allowance.unspend(subject, units, charged_ns)
         except StoreError:
             return False
+
+    def owing(self, subject: str, units: int) -> Steps[int]:
+        """Charge in full at the authority, after the pending charges of this node.
+
+        The units that this node still has for the subject are given back, and so lower the debt.
+        Other nodes spend theirs for as long as a lease or a budget lasts.
+        """
+        yield from reporting(self.node.authority, [(self, subject)])
+        self.node.give_back(self.counter, subject, self.stop(subject))
+        forgiven: int = yield Call(self.counter.owe, subject, units)
+        return forgiven
 
     def granting(self, subject: str, units: int, ttl_ns: int | None) -> Steps[None]:
         """Grant at the authority; this node asks it at the next check."""

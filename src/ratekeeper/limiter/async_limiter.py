@@ -11,8 +11,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 from ratekeeper.core import switches
 from ratekeeper.core.costs import Cost, Costs
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import CheckResult, Decision, Request, units_of
-from ratekeeper.core.steps import Steps, run, run_async
+from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
+from ratekeeper.core.steps import Steps, asked, run, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
 from ratekeeper.decide.store import shared_store
@@ -26,7 +26,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.charges import RuleCharge
+from ratekeeper.limiter.charges import Owed, RuleCharge
 from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
@@ -118,17 +118,17 @@ class AsyncLimiter(LimiterSetup):
         actual: Cost,
         decision: Decision | None = None,
         reservation: str = "",
-    ) -> int:
+    ) -> Settlement:
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
         return await run_async(self._settle(key, reserved, actual, decision, reservation))
 
     async def settle_charges(
         self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
-    ) -> list[int]:
+    ) -> list[Owed]:
         """Make a request cost `actual` that has cost each rule the units of its check so far.
 
         Only rules of `charged` get units back, as of the times of their charges; `checks` are the
-        rules that may be charged more. Returns how many units did not fit, for each of `checks`.
+        rules that may be charged more. Returns what was not charged, for each of `checks`.
         Raises StoreError, after all rules were tried.
         """
         return await run_async(self._settling(charged, checks, actual))
@@ -141,7 +141,7 @@ class AsyncLimiter(LimiterSetup):
         checks: Sequence[RuleCheck],
         actual: Cost,
         scope: tuple[str, ...] = (),
-    ) -> list[int] | None:
+    ) -> list[Owed] | None:
         """Settle charges, unless the store knows a settlement of this reservation of the key.
 
         Returns None then. If it raises, a later call tries again. Reservations of another `scope`
@@ -177,6 +177,14 @@ class AsyncLimiter(LimiterSetup):
             for counter, subject in check.parts
         ]
         return usage_of_parts(found, self._regions.region)
+
+    async def owed_of(self, check: RuleCheck) -> int:
+        """Return the units that a limit of a rule owes; of several, the most. Raises StoreError.
+
+        Those of the parts of a split rule are added.
+        """
+        owed = [await run_async(asked(counter.owed, part)) for counter, part in check.parts]
+        return sum(owed)
 
     async def penalty_of(self, check: RuleCheck) -> Decision | None:
         """Return the denial of a cool-down or block that a rule has in force; None if it has none.

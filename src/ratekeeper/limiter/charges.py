@@ -1,23 +1,29 @@
-"""The charges of a decision: kept with it, returned by a refund, and made late by a settlement."""
+"""The charges of a decision: kept with it, returned by a refund, and made late by a settlement.
+
+A settlement charges the rest of a cost in full: the limits owe what they have no room for
+(`decide/algorithms/debt.py`), up to a bound. Units beyond it are forgiven: counted by rule, and
+logged.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
+from ratekeeper.core.costs import REQUESTS, Cost, merged_cost
 from ratekeeper.core.errors import StoreError
-from ratekeeper.core.model import Decision, decision_with
+from ratekeeper.core.model import UNITS_MAX, Decision, Settlement, decision_with
+from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.combine import combine_decisions
-from ratekeeper.decide.store import Counter
-from ratekeeper.rules.compiled import MakeCounter, RuleCheck
+from ratekeeper.metrics.tally import Counts
+from ratekeeper.rules.compiled import RuleCheck
 
 # A rule that was charged, and the time of the charge; None if that is not known.
 RuleCharge = tuple[RuleCheck, int | None]
 
-# Attempts to charge a limit, each with the room that the last one found.
-CHARGE_ATTEMPTS_MAX: Final = 8
+_log: Final = SeldomLog(logging.getLogger("ratekeeper"), logging.WARNING, every_s=60.0)
 
 
 def joined(decided: Sequence[Decision]) -> Decision:
@@ -71,33 +77,69 @@ def refunding(charges: Sequence[RuleCharge]) -> Steps[None]:
         raise failure
 
 
-def charging(make_counter: MakeCounter, check: RuleCheck, units: int) -> Steps[int]:
-    """Charge units to each limit of a rule as far as it has room; return the most that did not fit.
-
-    Units that the store cannot count are not charged.
-    """
-    most = 0
-    for alone in _counters_of_limits(make_counter, check):
-        left = units
-        with suppress(StoreError):
-            # Another request may spend in between: then there is less room, and soon none.
-            for _ in range(CHARGE_ATTEMPTS_MAX):
-                room: Decision = yield Call(alone.peek, check.counted, 0)
-                fits = min(left, room.remaining)
-                if not fits or (yield Call(alone.check, check.counted, fits)).allowed:
-                    left -= fits
-                    break
-        most = max(most, left)
-    return most
+def _log_forgiven(rule: str, units: int, wanted: int) -> None:
+    _log.note(
+        "rule %r owes as much as it may for one of its subjects: %d of %d units that were settled "
+        "late are forgiven; reserve more, or raise `debt` of its limits",
+        rule,
+        units,
+        wanted,
+        key=f"forgiven {rule}",
+    )
 
 
-def _counters_of_limits(make_counter: MakeCounter, check: RuleCheck) -> list[Counter]:
-    """Return a counter for each limit of a rule.
+class Owed(NamedTuple):
+    """The units of a late charge that a rule was not charged."""
 
-    In one region, a counter of one limit has the same count as the counter of all of them. The
-    limits of a global rule are counted together, so they have one counter.
-    """
-    counter, rule = check.counter, check.rule
-    if len(counter.limits) == 1 or rule.across is not None:
-        return [counter]
-    return [make_counter((limit,), rule.id) for limit in counter.limits]
+    forgiven: int
+    """A limit owes as much as it may."""
+    uncounted: int
+    """The store has not confirmed the charge. It is not repeated: it may have been made."""
+
+
+CHARGED: Final = Owed(0, 0)
+
+
+def owing(check: RuleCheck, wanted: int, counts: Counts) -> Steps[Owed]:
+    """Charge more units to a rule, in full. Returns what was not charged."""
+    beyond, failed = max(wanted - UNITS_MAX, 0), 0
+    try:
+        beyond += yield Call(check.counter.owe, check.counted, wanted - beyond)
+    except StoreError as error:
+        beyond, failed = 0, wanted
+        _log.note("a settled cost may not have been charged: %s", error, key="failed")
+    if check.rule.mode == "shadow":
+        return CHARGED
+    counted = counts.of(check.rule.id)
+    counted.settled += wanted - beyond - failed
+    counted.forgiven += beyond
+    if beyond:
+        _log_forgiven(check.rule.id, beyond, wanted)
+    return Owed(beyond, failed)
+
+
+def settlement_of(
+    checks: Sequence[RuleCheck], owed: Sequence[Owed] | None, reserved: Cost | None, actual: Cost
+) -> Settlement:
+    """Return what a settled request is charged. `owed` is None if it was settled before."""
+    if owed is None:
+        return Settlement(0, repeated=True)
+    forgiven: dict[str, int] = {}
+    uncounted: dict[str, int] = {}
+    for check, each in zip(checks, owed, strict=True):
+        unit = check.rule.unit
+        # Rounded up: what a rule charges in part is not charged whole.
+        weight = check.weight if isinstance(actual, int) or unit == REQUESTS else 1
+        for found, units in ((forgiven, each.forgiven), (uncounted, each.uncounted)):
+            if units:
+                found[unit] = max(found.get(unit, 0), -(-units // weight))
+    most, failed = max(forgiven.values(), default=0), max(uncounted.values(), default=0)
+    if isinstance(actual, int):
+        least = min(reserved, actual) if isinstance(reserved, int) else 0
+        return Settlement(max(actual - most - failed, least), most, failed)
+    cost = actual if reserved is None else merged_cost(reserved, actual)
+    charged = {
+        unit: max(units - forgiven.get(unit, 0) - uncounted.get(unit, 0), 0)
+        for unit, units in cost.items()  # type: ignore[union-attr]  # actual is by unit, and so is it
+    }
+    return Settlement(charged, most, failed)

@@ -9,7 +9,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from ratekeeper.core.costs import Cost, Costs
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import CheckResult, Decision, Request, units_of
+from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
 from ratekeeper.core.steps import run
 from ratekeeper.core.subjects import Key
 from ratekeeper.limiter.arguments import (
@@ -90,22 +90,23 @@ class Limiter(LimiterSetup):
         actual: Cost,
         decision: Decision | None = None,
         reservation: str = "",
-    ) -> int:
+    ) -> Settlement:
         """Make a request that was charged `reserved` units cost `actual`.
 
         Both may be costs by unit. A unit that `actual` does not name stays as it was reserved, and
         `actual=0` returns all units.
 
         Surplus units are refunded, as far as time has not returned them: `decision` is that of the
-        reservation, as in `refund`. Missing units are charged to each limit as far as it has room,
-        because the request was served: a limit that is full stays full, and the others are charged
-        all of them. Returns the units that did not fit the fullest limit, or could not be charged.
+        reservation, as in `refund`. Missing units are charged in full, because the request was
+        served. A limit without room for them *owes* them: nothing is admitted until time has paid
+        them back. It owes at most `Limit.debt`; the result says what was forgiven, and what is
+        charged in all.
 
         `reservation` is a text that names this reservation, such as the id of the request. A second
-        settlement of this key with the same name changes nothing and returns 0: the store remembers
-        the last 1,023 names of a key, until an hour after the last one. A store without room for a
-        name applies the settlement all the same. Raises StoreError if units could not be refunded;
-        then the settlement can be repeated.
+        settlement of this key with the same name changes nothing: the store remembers the last
+        1,023 names of a key, until an hour after the last one. A store without room for a name
+        applies the settlement all the same. Raises StoreError if units could not be refunded; then
+        the settlement can be repeated. A charge that fails is not repeated: see Settlement.
         """
         return run(self._settle(key, reserved, actual, decision, reservation))
 

@@ -35,7 +35,7 @@ from typing import Any, Final, NamedTuple
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.costs import REQUESTS, Cost, Costs, used_costs
 from ratekeeper.core.errors import CapacityError, ConfigError, RatekeeperError, StoreError
-from ratekeeper.core.model import Decision, Request
+from ratekeeper.core.model import Decision, Request, Settlement
 from ratekeeper.core.steps import Call, Steps, Undo, asking
 from ratekeeper.core.subjects import Key
 
@@ -52,7 +52,7 @@ class ReservationVerbs(NamedTuple):
     """Charges a top-up."""
     start: Callable[[Steps[None]], asyncio.Task[None] | None]
     """Runs the steps of a top-up, at once or as a task."""
-    settle: Callable[[Key | Request, Cost, Cost, Decision], Steps[int]]
+    settle: Callable[[Key | Request, Cost, Cost, Decision], Steps[Settlement]]
     take_back: Callable[[Key | Request, Cost, Decision], Steps[None]]
     now_ns: Callable[[], int]
 

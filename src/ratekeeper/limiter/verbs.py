@@ -31,6 +31,7 @@ from ratekeeper.core.model import (
     CheckResult,
     Decision,
     Request,
+    Settlement,
     check_name,
     decision_with,
 )
@@ -40,11 +41,20 @@ from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
 from ratekeeper.decide.store import Store
 from ratekeeper.limiter.arguments import request_of
-from ratekeeper.limiter.charges import RuleCharge, charges_in, charging, refunding
+from ratekeeper.limiter.charges import (
+    CHARGED,
+    Owed,
+    RuleCharge,
+    charges_in,
+    owing,
+    refunding,
+    settlement_of,
+)
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
 from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
+from ratekeeper.metrics.tally import Counts
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
@@ -72,6 +82,7 @@ class LimiterVerbs:
     _clock: Clock
     _on_failure: FailurePolicy
     _local: LocalLimits
+    _counts: Counts
 
     # The public verbs, which steps call. Those of AsyncLimiter are awaited.
     check: Callable[..., Any]
@@ -215,7 +226,7 @@ class LimiterVerbs:
         actual: Cost,
         decision: Decision | None = None,
         reservation: str = "",
-    ) -> Steps[int]:
+    ) -> Steps[Settlement]:
         _check_decision(decision)
         check_name("reservation", reservation)
         plan = self._plan(key, reserved, "reserved")
@@ -224,22 +235,24 @@ class LimiterVerbs:
             self._plan(key, actual)  # rejects a unit that no rule counts
         charged = self._charges_of(plan, reserved, decision)
         # A rule that was charged nothing is in no decision, and may have to be charged now.
-        checks = {check.rule.id: check for check in plan.checks}
-        checks |= {check.rule.id: check for check, _ in charged}
-        settling = self._settling(charged, [*checks.values()], actual)
+        by_rule = {check.rule.id: check for check in plan.checks}
+        by_rule |= {check.rule.id: check for check, _ in charged}
+        checks = [*by_rule.values()]
+        settling = self._settling(charged, checks, actual)
+        owed: list[Owed] | None
         if reservation:
-            left = yield from self._once(key, reservation, settling)
+            owed = yield from self._once(key, reservation, settling)
         else:
-            left = yield from settling
-        return max(left or [0])
+            owed = yield from settling
+        return settlement_of(checks, owed, reserved, actual)
 
     def _once(
         self,
         key: Key | Request,
         reservation: str,
-        settling: Steps[list[int]],
+        settling: Steps[list[Owed]],
         scope: tuple[str, ...] = (),
-    ) -> Steps[list[int] | None]:
+    ) -> Steps[list[Owed] | None]:
         """Settle a reservation of a key; return None if the store knows that it was settled.
 
         Reservations of another `scope` are others.
@@ -264,28 +277,28 @@ class LimiterVerbs:
 
     def _settling(
         self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
-    ) -> Steps[list[int]]:
+    ) -> Steps[list[Owed]]:
         """Make a request cost `actual` that has cost each rule the units of its check so far.
 
         Units of `charged` may be returned, as of the times of the charges; units of `checks` are
-        added. Returns how many did not fit, for each of `checks`. Raises StoreError, after all
-        rules were tried, if units could not be returned.
+        charged in full. Returns what was not charged, for each of `checks`. Raises StoreError,
+        after all rules were tried, if units could not be returned.
         """
         if switches.limiting_off:
-            return [0] * len(checks)
+            return [CHARGED] * len(checks)
         returned = [
             (check._replace(units=surplus), charged_ns)
             for check, charged_ns in charged
             if (surplus := check.units - check.settled(actual)) > 0
         ]
-        unsettled: list[int] = []
+        owed: list[Owed] = []
         for check in checks:
-            missing, left = check.settled(actual) - check.units, 0
-            if missing > 0:
-                left = yield from charging(self._store.counter, check, missing)
-            unsettled.append(0 if check.rule.mode == "shadow" else left)
+            missing = check.settled(actual) - check.units
+            owed.append(
+                (yield from owing(check, missing, self._counts)) if missing > 0 else CHARGED
+            )
         yield from refunding(returned)
-        return unsettled
+        return owed
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
 

@@ -121,6 +121,15 @@ FAMILIES: Final = (
     MetricFamily("denied_cache_hits", "counter", "Denials answered by the denial cache."),
     MetricFamily("coalesced_checks", "counter", "Checks that shared a store call with another."),
     MetricFamily("penalties", "counter", "Cool-downs and blocks given.", ("rule", "kind")),
+    MetricFamily(
+        "settled_units", "counter", "Units charged later, above the reservation.", ("rule",)
+    ),
+    MetricFamily(
+        "forgiven_units",
+        "counter",
+        "Units that a limit may not owe, and did not charge.",
+        ("rule",),
+    ),
     MetricFamily("rules_info", "gauge", "The version of the rules in force.", ("version",), "max"),
     MetricFamily(
         "rules_age_seconds", "gauge", "Seconds since the rules' source last answered.", merge="max"
@@ -419,6 +428,8 @@ _OF_RULES: Final = {
     "failed": ("rule_failures",),
     "cooldowns": ("penalties", "cooldown"),
     "blocks": ("penalties", "block"),
+    "settled": ("settled_units",),
+    "forgiven": ("forgiven_units",),
 }
 _ROW: Final[Callable[[Any], Row]] = attrgetter(*_OF_RULES)
 _NOTHING: Final = [0] * len(_OF_RULES)
@@ -740,6 +751,8 @@ _RULE_LABELS: Final = {
     "rule_decisions": 3,
     "rule_failures": 1,
     "penalties": 1,
+    "settled_units": 1,
+    "forgiven_units": 1,
     "load_factor": 1,
     "fleet_checks": 2,
 }

@@ -100,6 +100,10 @@ class RuleCounts:
     cooldowns: int = 0
     blocks: int = 0
     """Penalties that this process gave."""
+    settled: int = 0
+    """Units that settlements have charged above what was reserved."""
+    forgiven: int = 0
+    """Units that they have not charged, because a limit owed as much as it may."""
 
 
 @dataclass(slots=True)

@@ -121,8 +121,8 @@ class Charge:
         `costs` are costs by unit instead; a unit that is not named stays as it was charged. After
         a charge by unit, `units` are of the one unit that it has besides requests.
 
-        Units beyond the charged ones are charged to each limit as far as it has room, because the
-        request was served. Raises InvalidCost, also for a unit that no limit counts.
+        Units beyond the charged ones are charged in full, because the request was served: a limit
+        without room for them owes them. Raises InvalidCost, also for a unit that no limit counts.
         """
         if costs is not None:
             known = self.limiters.any.units if self.limiters is not None else tuple(costs)

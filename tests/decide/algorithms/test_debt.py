@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS
-from ratekeeper.decide.algorithms.debt import debt_max
 from ratekeeper.decide.algorithms.holds import lease_ns_max
 from tests.decide.algorithms.table import no, play, yes
 
@@ -24,7 +23,7 @@ gaps = st.sampled_from((0, 1, SECOND // 7, SECOND, 9 * SECOND, 31 * SECOND, 100 
 def owing(name: AlgorithmName, units: int = 7) -> tuple[Limit, Any]:
     """Return 4 a minute and the state in which it was empty at 0 s and owes so many units."""
     limit = Limit(4, per=60, algorithm=name)
-    return limit, ALGORITHMS[name].owe(None, limit, 0, 4 + units)
+    return limit, ALGORITHMS[name].owe(None, limit, 0, 4 + units)[0]
 
 
 def test_a_bucket_that_owes_is_refilled_from_below_zero() -> None:
@@ -80,7 +79,7 @@ def test_a_unit_of_debt_takes_the_place_of_each_entry_that_leaves_a_log() -> Non
     """Entries of 0 s and 20 s: the debt enters the log at 60 s and 80 s, and again after that."""
     limit = Limit(4, per=60, algorithm="sliding_window_log")
     state = play(limit, [yes(0, 1, left=3, reset=60), yes(20, 3, left=0, reset=60)])
-    state = ALGORITHMS["sliding_window_log"].owe(state, limit, 20 * SECOND, 5)
+    state = ALGORITHMS["sliding_window_log"].owe(state, limit, 20 * SECOND, 5)[0]
     play(
         limit,
         [
@@ -105,10 +104,11 @@ def test_a_debt_is_at_most_a_capacity_or_what_ten_minutes_pay_back(name: Algorit
     ):
         if limit is None:
             continue
-        assert debt_max(limit) == most
-        bounded = algorithm.owe(None, limit, 0, limit.capacity + most)
-        beyond = algorithm.owe(None, limit, 0, limit.capacity + most + 10**9)
-        exact = algorithm.owe(beyond, limit, 0, 3)
+        assert limit.debt_max == most
+        bounded, none = algorithm.owe(None, limit, 0, limit.capacity + most)
+        beyond, forgiven = algorithm.owe(None, limit, 0, limit.capacity + most + 10**9)
+        exact, again = algorithm.owe(beyond, limit, 0, 3)
+        assert (none, forgiven, again) == (0, 10**9, 3)
         answers = {algorithm.decide(state, limit, 0, 1)[1] for state in (bounded, beyond, exact)}
         assert len(answers) == 1
 
@@ -119,7 +119,7 @@ def test_a_debt_is_cut_to_the_bound_of_the_limit_that_reads_it(name: AlgorithmNa
     algorithm = ALGORITHMS[name]
     high = Limit(1_000, per=1, algorithm=name, name="changed")
     low = Limit(1, per=60, algorithm=name, name="changed")
-    state = algorithm.owe(None, high, 0, 1_000_000)
+    state, _ = algorithm.owe(None, high, 0, 1_000_000)
     _, outcome = algorithm.decide(state, low, 0, 1)
     assert 10 * 60 * SECOND <= outcome.retry_after_ns <= 12 * 60 * SECOND
 
@@ -193,7 +193,7 @@ def after(
             if outcome.allowed:
                 charged.append((now_ns, units, True))
         elif verb == "owe" and looked.remaining:
-            state = algorithm.owe(state, limit, now_ns, units)
+            state, _ = algorithm.owe(state, limit, now_ns, units)
             charged.append((now_ns, units, False))
         elif verb == "refund":
             state = algorithm.refund(state, limit, now_ns, units, None)
@@ -250,7 +250,7 @@ def test_waits_of_a_limit_that_owes_are_exact(
     limit = limit_of(name, drawn)
     algorithm = ALGORITHMS[name]
     state, now_ns, _ = after(limit, trace, ("check", "owe", "refund", "lease", "back"))
-    state = algorithm.owe(state, limit, now_ns, cost)
+    state, _ = algorithm.owe(state, limit, now_ns, cost)
     cost = min(cost, limit.capacity)
     _, outcome = algorithm.decide(state, limit, now_ns, cost)
     passes_ns = now_ns + outcome.retry_after_ns

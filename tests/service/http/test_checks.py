@@ -44,14 +44,6 @@ MEMBERS = {
 }
 
 
-SETTLED = {"unsettled": 0, "settled": True, "reason": ""}
-IGNORED = {
-    "unsettled": 0,
-    "settled": False,
-    "reason": "this reservation was settled already",
-}
-
-
 class UnavailableStore(PythonMemoryStore):
     """A store whose counters always fail."""
 
@@ -309,14 +301,31 @@ async def test_an_invalid_batch_is_400_with_the_place() -> None:
 # ── Settling ───────────────────────────────────────────────────────────────────────────────────
 
 
+def settled(charged: Any, *, repeated: bool = False, reason: str = "") -> dict[str, Any]:
+    """Return the reply to a settlement that charges so many units in all."""
+    if repeated:
+        reason = "this reservation was settled already"
+    return {
+        "charged": charged,
+        "forgiven": 0,
+        "uncounted": 0,
+        "repeated": repeated,
+        "reason": reason,
+    }
+
+
 async def test_a_cost_is_settled_afterwards() -> None:
-    """Unused units are returned; units that do not fit are reported."""
+    """Unused units are returned; units that do not fit are owed, up to a bound."""
     async with http_service() as http:
         await http.check(user="1", cost=3)
         answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 3, "actual": 1})
-        assert (answer.status, answer.data) == (200, SETTLED)
+        assert (answer.status, answer.data) == (200, settled(1))
         answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 0, "actual": 5})
-        assert answer.data == {**SETTLED, "unsettled": 3}
+        assert answer.data == settled(5)
+        assert (await http.check(user="1")).data["remaining"] == 0
+        answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 0, "actual": 5_000})
+        assert answer.data["charged"] + answer.data["forgiven"] == 5_000
+        assert answer.data["forgiven"] > 4_000
         answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 3})
         assert answer.status == 400
         assert "actual" in answer.data["detail"]
@@ -327,11 +336,10 @@ async def test_a_reservation_is_settled_once() -> None:
     async with http_service() as http:
         await http.check(user="1", cost=3)
         body = {"user": "1", "reserved": 3, "actual": 2, "reservation": "request-1"}
-        answer = await http("POST", "/v1/settle", body)
-        assert (answer.status, answer.data) == (200, SETTLED)
-        for _ in range(2):
+        for repeated in (False, True, True):
             answer = await http("POST", "/v1/settle", body)
-            assert (answer.status, answer.data) == (200, IGNORED)
+            wanted = settled(0 if repeated else 2, repeated=repeated)
+            assert (answer.status, answer.data) == (200, wanted)
         assert (await http.check(user="1", cost=0)).data["remaining"] == 1
         answer = await http("POST", "/v1/settle", {**body, "reservation": "x" * 129})
         assert answer.status == 400
@@ -381,7 +389,7 @@ async def test_a_late_settlement_returns_no_quota_twice(atomic: bool | None) -> 
         body = {"user": "1", "tenant": "acme", "reserved": 5, "actual": 0}
         answer = await http("POST", "/v1/settle", {**body, "charged": reply["charged"]})
         reason = "too late: time has returned the units of users"
-        assert (answer.status, answer.data) == (200, {**SETTLED, "reason": reason})
+        assert (answer.status, answer.data) == (200, settled(0, reason=reason))
         assert (await http.check(user="1")).status == 429
         # Without the time of the charge, it is a correction of the current window.
         assert (await http("POST", "/v1/settle", body)).status == 200
@@ -474,7 +482,7 @@ async def test_charged_is_settled_once() -> None:
         for charged in texts:
             body = {"user": "1", "actual": 0, "charged": charged}
             replies = [(await http("POST", "/v1/settle", body)).data for _ in range(3)]
-            assert replies == [SETTLED, IGNORED, IGNORED]
+            assert replies == [settled(0), *[settled(0, repeated=True)] * 2]
         assert (await http.check(user="1", cost=0)).data["remaining"] == 3
 
 
@@ -507,13 +515,14 @@ async def test_costs_by_unit(atomic: bool | None) -> None:
             reply = (await http("POST", "/v1/check/batch", batch)).data["results"][0]
         assert await _quotas(http) == [9, 600, 7_000]
         body = {**fields, "charged": reply["charged"], "actual": {"tokens": 37}}
-        assert (await http("POST", "/v1/settle", body)).data == SETTLED
+        assert (await http("POST", "/v1/settle", body)).data == settled({"tokens": 37})
         assert await _quotas(http) == [9, 963, 7_000]
         actual = {"tokens": 100, "micro_dollars": 500}
         body = {**fields, "reserved": costs, "actual": actual, "reservation": "again"}
-        assert (await http("POST", "/v1/settle", body)).data == SETTLED
+        reply = (await http("POST", "/v1/settle", body)).data
+        assert reply == settled({"requests": 1, **actual})
         assert await _quotas(http) == [9, 1_000, 8_500]
-        assert (await http("POST", "/v1/settle", body)).data == IGNORED
+        assert (await http("POST", "/v1/settle", body)).data == settled(0, repeated=True)
 
 
 async def test_wrong_costs_are_rejected() -> None:
@@ -663,7 +672,7 @@ async def test_a_confined_token_returns_only_its_own_units(
         await http("POST", "/v1/check", {**ACME, "cost": 5}, headers)
         body = {**ACME, "reserved": 5, "actual": 2}
         answer = await http("POST", "/v1/settle", body, headers)
-        assert (answer.status, answer.data) == (200, SETTLED)
+        assert (answer.status, answer.data) == (200, settled(2))
         assert await left(http, headers) == expected
 
 

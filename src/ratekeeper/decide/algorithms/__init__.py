@@ -45,10 +45,11 @@ the bound holds from the reset on.
 
 And one for costs that are known late:
 
-    owe(state, limit, now_ns, units) → state
+    owe(state, limit, now_ns, units) → (state, forgiven)
 
-It charges units in full. What does not fit is debt, up to a bound (see `debt.py`). Nothing is
-admitted until time has paid it back; all functions above know it.
+It charges units in full. What does not fit is debt, up to a bound (see `debt.py`); the units above
+the bound are forgiven. Nothing is admitted until time has paid the debt back; all functions above
+know it. `debt_of(state, limit, now_ns)` returns the units that are owed.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class LeasingAlgorithm(Algorithm, Protocol):
 
     def reset(self, state: State, limit: Limit, now_ns: int, /) -> State: ...
 
-    def owe(self, state: State, limit: Limit, now_ns: int, units: int, /) -> State: ...
+    def owe(self, state: State, limit: Limit, now_ns: int, units: int, /) -> tuple[State, int]: ...
+
+    def debt_of(self, state: State, limit: Limit, now_ns: int, /) -> int: ...
 
 
 ALGORITHMS: Final[dict[AlgorithmName, LeasingAlgorithm]] = {

@@ -17,31 +17,14 @@ otherwise units.
 So all algorithms admit later what they would have admitted had the units been charged as soon as
 there was room for them, and before those of any other request.
 
-The bound keeps one charge from locking a client out for long. It is that of the limit which reads
-the debt: a limit lowered from 1,000 a second to 1 a minute does not inherit the debt of a year.
+The bound, `Limit.debt_max`, keeps one charge from locking a client out for long. What exceeds it is
+*forgiven*. It is that of the limit which reads the debt: a limit lowered from 1,000 a second to 1 a
+minute does not inherit the debt of a year.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
-from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.core.model import UNITS_MAX, Limit
-
-_PAID_WITHIN_NS: Final = 600 * NS_PER_SECOND
-# A bucket may need 90 years to fill. With a debt of 50 more, all times fit 64 bits.
-_YEARS_50_NS: Final = 50 * 366 * 86_400 * NS_PER_SECOND
-
-
-def debt_max(limit: Limit) -> int:
-    """Return the units that a limit owes at most.
-
-    The larger of its capacity and what ten minutes pay back, rounded down to whole units. So it is
-    at most a billion, which are 1e15 micro-units: exact in a double, also beside a full bucket.
-    """
-    soon = limit.limit * _PAID_WITHIN_NS // limit.window_ns
-    ever = limit.limit * _YEARS_50_NS // limit.window_ns
-    return min(max(limit.capacity, soon), ever, UNITS_MAX)
+from ratekeeper.core.model import Limit
 
 
 def carried(limit: Limit, count: int, debt: int, windows: int) -> tuple[int, int]:

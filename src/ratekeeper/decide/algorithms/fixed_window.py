@@ -18,7 +18,7 @@ from __future__ import annotations
 from ratekeeper.core.errors import CapacityError
 from ratekeeper.core.model import Limit
 from ratekeeper.decide.algorithms import holds as holds_
-from ratekeeper.decide.algorithms.debt import carried, debt_max, windows_until_room
+from ratekeeper.decide.algorithms.debt import carried, windows_until_room
 from ratekeeper.decide.algorithms.holds import Holds
 from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
 
@@ -82,7 +82,7 @@ def _carried(state: _Plain | _Held | _Owing, limit: Limit, now_ns: int) -> _Owin
     last_ns, count, holds, debt = state
     at_ns = max(now_ns, last_ns)
     windows = at_ns // limit.window_ns - last_ns // limit.window_ns
-    count, debt = carried(limit, count, min(debt, debt_max(limit)), windows)
+    count, debt = carried(limit, count, min(debt, limit.debt_max), windows)
     return at_ns, count, holds, debt
 
 
@@ -149,14 +149,23 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     return _with_more(last_ns, count, holds_.live(holds, last_ns))
 
 
-def owe(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Charge units whether or not there is room for them; the limit owes the excess."""
+def owe(state: State, limit: Limit, now_ns: int, units: int) -> tuple[State, int]:
+    """Charge units whether or not there is room for them; the limit owes the excess.
+
+    Also return the units that the bound forgave.
+    """
     last_ns, count, holds, debt = _carried(state or (now_ns, 0), limit, now_ns)
     at_ns = max(now_ns, last_ns)
     if last_ns // limit.window_ns != at_ns // limit.window_ns:
         count = 0
     count, debt = carried(limit, count, debt + units, 0)
-    return _with_more(at_ns, count, holds_.live(holds, at_ns), min(debt, debt_max(limit)))
+    owed = min(debt, limit.debt_max)
+    return _with_more(at_ns, count, holds_.live(holds, at_ns), owed), debt - owed
+
+
+def debt_of(state: State, limit: Limit, now_ns: int) -> int:
+    """Return the units that are owed."""
+    return 0 if state is None else _carried(state, limit, now_ns)[3]
 
 
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature

@@ -41,6 +41,7 @@ lease = token_bucket.lease
 give_back = token_bucket.give_back
 charge = token_bucket.charge
 owe = token_bucket.owe
+debt_of = token_bucket.debt_of
 reset = token_bucket.reset
 
 

@@ -23,7 +23,7 @@ from ratekeeper.core.errors import CapacityError
 from ratekeeper.core.model import Limit
 from ratekeeper.decide.algorithms import fixed_window
 from ratekeeper.decide.algorithms import holds as holds_
-from ratekeeper.decide.algorithms.debt import carried, debt_max, windows_until_room
+from ratekeeper.decide.algorithms.debt import carried, windows_until_room
 from ratekeeper.decide.algorithms.holds import Holds
 from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
 
@@ -172,12 +172,21 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     return _with_more(at_ns, previous, current, holds_.live(holds, at_ns), debt)
 
 
-def owe(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Charge units whether or not there is room for them; the limit owes the excess."""
+def owe(state: State, limit: Limit, now_ns: int, units: int) -> tuple[State, int]:
+    """Charge units whether or not there is room for them; the limit owes the excess.
+
+    Also return the units that the bound forgave.
+    """
     at_ns, previous, current, holds, debt = _rolled(state, limit, now_ns)
     current, debt = carried(limit, current, debt + units, 0)
-    debt = min(debt, debt_max(limit))
-    return _with_more(at_ns, previous, current, holds_.live(holds, at_ns), debt)
+    owed = min(debt, limit.debt_max)
+    after = _with_more(at_ns, previous, current, holds_.live(holds, at_ns), owed)
+    return after, debt - owed
+
+
+def debt_of(state: State, limit: Limit, now_ns: int) -> int:
+    """Return the units that are owed."""
+    return _rolled(state, limit, now_ns)[4]
 
 
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
@@ -195,7 +204,7 @@ def _rolled(state: State, limit: Limit, now_ns: int) -> _Owing:
     if state is None or len(state) != 5:
         return *_aged(state, limit.window_ns, now_ns), holds, 0
     at_ns, previous, current = state[0], state[1], state[2]
-    debt = min(state[4], debt_max(limit))
+    debt = min(state[4], limit.debt_max)
     windows = max(now_ns, at_ns) // limit.window_ns - at_ns // limit.window_ns
     if windows:
         previous, left = carried(limit, current, debt, windows - 1)

@@ -28,7 +28,6 @@ from bisect import bisect_right
 from ratekeeper.core.errors import CapacityError
 from ratekeeper.core.model import Limit
 from ratekeeper.decide.algorithms import holds as holds_
-from ratekeeper.decide.algorithms.debt import debt_max
 from ratekeeper.decide.algorithms.holds import Holds
 from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
 
@@ -42,6 +41,8 @@ State = _Plain | _Held | _Owing | None
 # The expired front of the array is removed when it is longer than the live part, but not if it is
 # shorter than this: copying a few entries again and again would cost more than it frees.
 _DEAD_ENTRIES_MIN = 64
+# Times of leases are whole microseconds, as on Redis.
+_STEP_NS = 1_000
 
 
 def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
@@ -193,17 +194,26 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     return _with_holds((times, max(live, end - kept), end), holds)
 
 
-def owe(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Log units as far as there is room for them; the limit owes the excess."""
+def owe(state: State, limit: Limit, now_ns: int, units: int) -> tuple[State, int]:
+    """Log units as far as there is room for them; the limit owes the excess.
+
+    Also return the units that the bound forgave.
+    """
     if units == 0:
-        return state
+        return state, 0
     at_ns = max(now_ns, _last_ns(state)) if state is not None else now_ns
     times, start, end, holds, debt = _settled(state or (array("q"), 0, 0), limit, at_ns)
     times, start, end, holds = _logged((times, start, end, holds), at_ns)
     start = bisect_right(times, at_ns - limit.window_ns, start, end)
     room = max(limit.limit - (end - start) - holds_.total(holds), 0)
-    most = debt_max(limit) + min(units, room)
-    return _with_debt((times, start, end, holds), room, min(debt + units, most), at_ns)
+    most = limit.debt_max + min(units, room)
+    owed = min(debt + units, most)
+    return _with_debt((times, start, end, holds), room, owed, at_ns), debt + units - owed
+
+
+def debt_of(state: State, limit: Limit, now_ns: int) -> int:
+    """Return the units that are owed."""
+    return 0 if state is None else _settled(state, limit, max(now_ns, _last_ns(state)))[4]
 
 
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
@@ -265,13 +275,13 @@ class _Sequence:
 
     def __init__(self, state: _Owing, limit: Limit) -> None:
         times, start, end, holds, debt = state
-        debt = min(debt, debt_max(limit))
+        debt = min(debt, limit.debt_max)
         first = list(times[start:end])
         for units, until_ns in holds:
             first += [until_ns] * units
         # If the limit was raised, debt has entered the log with its last entry. If all entries are
         # held, it did so before the first of them ends.
-        last_ns = times[end - 1] if end > start else first[0] - limit.window_ns + 1
+        last_ns = times[end - 1] if end > start else first[0] - limit.window_ns + _STEP_NS
         filled = min(debt, max(limit.limit - len(first), 0))
         self._length = len(first) + debt
         self._first = sorted(first + [last_ns] * filled)

@@ -60,7 +60,6 @@ from __future__ import annotations
 from ratekeeper.core.errors import CapacityError
 from ratekeeper.core.model import MICROS_PER_UNIT, Limit
 from ratekeeper.decide.algorithms import holds as holds_
-from ratekeeper.decide.algorithms.debt import debt_max
 from ratekeeper.decide.algorithms.holds import Holds
 from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
 
@@ -140,7 +139,7 @@ def level_of(state: _Plain | _Held | _Owing, limit: Limit) -> int:
 
 
 def _debt_of(state: _Plain | _Held | _Owing, limit: Limit) -> int:
-    return min(state[3], debt_max(limit) * MICROS_PER_UNIT) if len(state) == 4 else 0
+    return min(state[3], limit.debt_max * MICROS_PER_UNIT) if len(state) == 4 else 0
 
 
 def _with_more(last_ns: int, used: int, holds: Holds, debt: int) -> _Plain | _Held | _Owing:
@@ -219,12 +218,23 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     return _charged(state, limit, charged_ns, units, is_late=True)
 
 
-def owe(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Charge units whether or not there is room for them; the bucket owes the excess."""
+def owe(state: State, limit: Limit, now_ns: int, units: int) -> tuple[State, int]:
+    """Charge units whether or not there is room for them; the bucket owes the excess.
+
+    Also return the units that the bound forgave, rounded up.
+    """
     last_ns, level, holds = _drained_now(state, limit, now_ns)
     level += units * MICROS_PER_UNIT
     used = min(level, limit.capacity * MICROS_PER_UNIT)
-    return _with_more(last_ns, used, holds, min(level - used, debt_max(limit) * MICROS_PER_UNIT))
+    debt = min(level - used, limit.debt_max * MICROS_PER_UNIT)
+    forgiven = -((used + debt - level) // MICROS_PER_UNIT)
+    return _with_more(last_ns, used, holds, debt), forgiven
+
+
+def debt_of(state: State, limit: Limit, now_ns: int) -> int:
+    """Return the units that are owed, rounded up."""
+    used = _drained_now(state, limit, now_ns)[1]
+    return max(-(limit.capacity + (-used // MICROS_PER_UNIT)), 0)
 
 
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature

@@ -43,25 +43,14 @@ static ALWAYS_INLINE void copy_state(const rk_limit *limit, const rk_state *from
 
 /* ---- debt; see debt.py ---- */
 
-static const int64_t PAID_WITHIN_NS = INT64_C(600000000000);
-static const int64_t YEARS_50_NS = INT64_C(1581120000000000000);
-
-/* The units that a limit owes at most. */
-static int64_t debt_max(const rk_limit *limit)
-{
-    int64_t soon = rk_mul_div_floor(limit->limit, PAID_WITHIN_NS, limit->window_ns);
-    int64_t ever = rk_mul_div_floor(limit->limit, YEARS_50_NS, limit->window_ns);
-    return rk_min(rk_min(rk_max(limit->capacity, soon), ever), RK_UNITS_MAX);
-}
-
 static int64_t debt_micros(const rk_limit *limit, const rk_state *state)
 {
-    return state->debt > 0 ? rk_min(state->debt, debt_max(limit) * RK_MICROS_PER_UNIT) : 0;
+    return state->debt > 0 ? rk_min(state->debt, limit->debt_max * RK_MICROS_PER_UNIT) : 0;
 }
 
 static int64_t debt_units(const rk_limit *limit, const rk_state *state)
 {
-    return state->debt > 0 ? rk_min(state->debt, debt_max(limit)) : 0;
+    return state->debt > 0 ? rk_min(state->debt, limit->debt_max) : 0;
 }
 
 /* Carry debt over so many edges. Room that a raised limit or a refund has made takes debt at once.
@@ -295,7 +284,7 @@ static ALWAYS_INLINE void decide_log(const rk_limit *limit, const rk_state *befo
         outcome->charged_ns = at_ns;
         after->present = true;
         after->last_ns = at_ns;
-        if (owing) {
+        if (owing && ring->owing != NULL) { /* not if its bound is 0 */
             after->ring = *ring;
             after->ring.skipped += gone;
         } else if (ring->capacity > 0) {
@@ -516,7 +505,7 @@ static rk_rewrite enter_debt(const rk_limit *limit, const extended *e, rk_rewrit
     after->present = after->ring.count > 0;
     after->last_ns = e->at_ns;
     after->ring.latest_ns = rk_max(after->ring.latest_ns, e->at_ns);
-    after->debt = rk_min(units - rewrite.added, debt_max(limit));
+    after->debt = rk_min(units - rewrite.added, limit->debt_max);
     return rewrite;
 }
 
@@ -588,8 +577,9 @@ rk_rewrite rk_refund(const rk_limit *limit, const rk_state *before, int64_t now_
     return (rk_rewrite){.needed = false};
 }
 
-static void owe_bucket(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
-                       rk_state *after)
+/* As the functions below, it returns the units that the bound of the debt forgave. */
+static int64_t owe_bucket(const rk_limit *limit, const rk_state *before, int64_t now_ns,
+                          int64_t units, rk_state *after)
 {
     int64_t capacity = limit->capacity * RK_MICROS_PER_UNIT, level = 0;
     after->last_ns = now_ns;
@@ -601,11 +591,13 @@ static void owe_bucket(const rk_limit *limit, const rk_state *before, int64_t no
     }
     level += units * RK_MICROS_PER_UNIT;
     after->value = (uint64_t)rk_min(level, capacity);
-    after->debt = rk_min(rk_max(level - capacity, 0), debt_max(limit) * RK_MICROS_PER_UNIT);
+    int64_t debt = rk_max(level - capacity, 0);
+    after->debt = rk_min(debt, limit->debt_max * RK_MICROS_PER_UNIT);
+    return (debt - after->debt + RK_MICROS_PER_UNIT - 1) / RK_MICROS_PER_UNIT;
 }
 
-static void owe_window(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
-                       rk_state *after)
+static int64_t owe_window(const rk_limit *limit, const rk_state *before, int64_t now_ns,
+                          int64_t units, rk_state *after)
 {
     rk_state now;
     copy_state(limit, before, &now);
@@ -620,28 +612,48 @@ static void owe_window(const rk_limit *limit, const rk_state *before, int64_t no
     carry(limit, &c.current, &debt, 0);
     after->last_ns = c.at_ns;
     after->value = (uint64_t)c.previous << 32 | (uint64_t)c.current;
-    after->debt = rk_min(debt, debt_max(limit));
+    after->debt = rk_min(debt, limit->debt_max);
+    return debt - after->debt;
 }
 
 static rk_rewrite owe_log(const rk_limit *limit, const rk_state *before, int64_t now_ns,
-                          int64_t units, rk_state *after)
+                          int64_t units, rk_state *after, int64_t *forgiven)
 {
     extended e = extended_at(limit, before, now_ns);
     int64_t outstanding = before->present ? e.state.ring.count - e.end : 0;
     int64_t room = limit->limit - (e.end - e.first);
-    return enter_debt(limit, &e, (rk_rewrite){.first = e.first}, room, outstanding + units, after);
+    rk_rewrite rewrite =
+        enter_debt(limit, &e, (rk_rewrite){.first = e.first}, room, outstanding + units, after);
+    *forgiven = outstanding + units - rewrite.added - after->debt;
+    return rewrite;
 }
 
 rk_rewrite rk_owe(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
-                  rk_state *after)
+                  rk_state *after, int64_t *forgiven)
 {
     copy_state(limit, before, after);
     if (limit->algorithm == RK_SLIDING_WINDOW_LOG)
-        return owe_log(limit, before, now_ns, units, after);
+        return owe_log(limit, before, now_ns, units, after, forgiven);
     after->present = true;
     if (limit->algorithm <= RK_LEAKY_BUCKET)
-        owe_bucket(limit, before, now_ns, units, after);
+        *forgiven = owe_bucket(limit, before, now_ns, units, after);
     else
-        owe_window(limit, before, now_ns, units, after);
+        *forgiven = owe_window(limit, before, now_ns, units, after);
     return (rk_rewrite){.needed = false};
+}
+
+int64_t rk_debt_of(const rk_limit *limit, const rk_state *state, int64_t now_ns)
+{
+    if (!state->present || state->debt == 0)
+        return 0;
+    if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
+        extended e = extended_at(limit, state, now_ns);
+        return e.state.ring.count - e.end;
+    }
+    if (limit->algorithm > RK_LEAKY_BUCKET)
+        return carried(limit, state, now_ns).debt;
+    rk_state now;
+    copy_state(limit, state, &now);
+    owe_bucket(limit, state, now_ns, 0, &now);
+    return (now.debt + RK_MICROS_PER_UNIT - 1) / RK_MICROS_PER_UNIT;
 }

@@ -41,6 +41,7 @@ typedef struct {
     int64_t numerator;
     int64_t denominator;
     int64_t step_ns;  /* token bucket: the time between two refills; at most 1: continuous */
+    int64_t debt_max; /* the units that it owes at most */
     uint64_t salt[2]; /* hash of the rule and the limit's identity, which locates its states */
     uint64_t rule;    /* hash of the rule: limits of one rule share the room for their logs */
 } rk_limit;
@@ -135,8 +136,11 @@ rk_rewrite rk_refund(const rk_limit *limit, const rk_state *before, int64_t now_
 const rk_ring *rk_extended(const rk_limit *limit, const rk_state *state, rk_state *owing);
 
 /* Set `after` to the state with the `units`, whether or not there is room for them: the limit owes
- * the excess. */
+ * the excess. Set `forgiven` to the units that exceed what it may owe. */
 rk_rewrite rk_owe(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
-                  rk_state *after);
+                  rk_state *after, int64_t *forgiven);
+
+/* The units that a state owes at a time. Those of a bucket are rounded up. */
+int64_t rk_debt_of(const rk_limit *limit, const rk_state *state, int64_t now_ns);
 
 #endif

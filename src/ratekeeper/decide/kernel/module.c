@@ -651,6 +651,7 @@ static bool read_limit(counter_object *self, PyObject *limit, rk_limit *numbers)
            read_number(limit, "micros_numerator", &numbers->numerator) &&
            read_number(limit, "ns_denominator", &numbers->denominator) &&
            read_number(limit, "refill_step_ns", &numbers->step_ns) &&
+           read_number(limit, "debt_max", &numbers->debt_max) &&
            read_identity(self, limit, numbers) && fits_slab(self, limit, numbers);
 }
 
@@ -914,7 +915,7 @@ static bool parse_charged(PyObject *value, int64_t *charged_ns)
     return true;
 }
 
-static PyObject *apply(counter_object *self, const rk_change *c)
+static PyObject *apply(counter_object *self, rk_change *c)
 {
     rk_status status;
     do {
@@ -924,6 +925,8 @@ static PyObject *apply(counter_object *self, const rk_change *c)
         rk_note_refused(self->table->table, c->subject, status);
     if (status != RK_OK)
         return rk_raise_status(self->table, status);
+    if (c->verb == RK_OWE || c->verb == RK_OWED)
+        return PyLong_FromLongLong(c->found);
     Py_RETURN_NONE;
 }
 
@@ -943,6 +946,16 @@ static PyObject *counter_owe(counter_object *self, PyObject *args)
     rk_change c = {.verb = RK_OWE};
     if (!PyArg_ParseTuple(args, "UO|O", &subject, &units, &now) ||
         !parse_call(self, subject, units, now, &c))
+        return NULL;
+    return apply(self, &c);
+}
+
+static PyObject *counter_owed(counter_object *self, PyObject *args)
+{
+    PyObject *subject, *now = Py_None;
+    rk_change c = {.verb = RK_OWED};
+    if (!PyArg_ParseTuple(args, "U|O", &subject, &now) ||
+        !parse_call(self, subject, NULL, now, &c))
         return NULL;
     return apply(self, &c);
 }
@@ -999,7 +1012,9 @@ static PyMethodDef counter_methods[] = {
     {"refund", (PyCFunction)counter_refund, METH_VARARGS,
      "refund($self, subject, units, charged_ns, now_ns=None, /)\n--\n\nReturn units."},
     {"owe", (PyCFunction)counter_owe, METH_VARARGS,
-     "owe($self, subject, units, now_ns=None, /)\n--\n\nCharge units; the excess is owed."},
+     "owe($self, subject, units, now_ns=None, /)\n--\n\nCharge in full; return what was forgiven."},
+    {"owed", (PyCFunction)counter_owed, METH_VARARGS,
+     "owed($self, subject, now_ns=None, /)\n--\n\nReturn the units that are owed."},
     {"grant", (PyCFunction)counter_grant, METH_VARARGS,
      "grant($self, subject, units, ttl_ns, now_ns=None, /)\n--\n\nAdd extra units."},
     {"reset", (PyCFunction)counter_reset, METH_O, "Forget a subject."},

@@ -727,8 +727,9 @@ static RARE void journal_debt(rk_segment *segment, uint32_t *count, const part *
                 (uint64_t)p->after.debt);
 }
 
-/* Write the part's new state to the journal, with the rest of its credit or its debt: no call
- * changes both. */
+/* Write the part's new state to the journal, with the rest of its credit or its debt. No call writes
+ * both: a settlement that owes more has used the credit up, whose slot then counts nothing, because
+ * the state has no bit for it. */
 static void journal_part(rk_segment *segment, uint32_t *count, const part *p, int64_t now_ns,
                          int64_t expires_ns)
 {
@@ -743,7 +744,7 @@ static void journal_part(rk_segment *segment, uint32_t *count, const part *p, in
     meta |= ttl_encode(rk_max(expires_ns - last_ns, 1));
     rk_write *state = &segment->writes[*count];
     journal(segment, count, p->slot, meta, last_ns, p->after.present ? p->after.value : 0);
-    if (p->credit_slot >= 0 && p->credit_left != p->credit_units) {
+    if (p->credit_slot >= 0 && p->credit_left != p->credit_units && !(p->wants & WANTS_DEBT)) {
         if (p->credit_left > 0)
             journal(segment, count, p->credit_slot, word_of(credit_place(p->place), RK_KIND_CREDIT),
                     p->credit_until_ns, (uint64_t)p->credit_left);
@@ -1431,8 +1432,28 @@ static rk_status give_back(rk_table *table, rk_segment *segment, const rk_change
     return RK_OK;
 }
 
-static rk_status owe(rk_table *table, rk_segment *segment, const rk_change *c, bool may_sweep)
+/* As decide/credit.py: charge what a grant does not pay. Set its rest, and the units forgiven. */
+static rk_rewrite owe_part(part *p, int64_t now_ns, int64_t units, int64_t *forgiven)
 {
+    *forgiven = 0;
+    p->credit_left = 0;
+    if (p->credit_units > 0 && now_ns < p->credit_until_ns) {
+        rk_outcome look;
+        rk_state unchanged;
+        rk_decide(p->limit, &p->before, now_ns, 0, &look, &unchanged);
+        int64_t paid = rk_min(rk_max(units - look.remaining, 0), p->credit_units);
+        units -= paid;
+        p->credit_left = p->credit_units - paid;
+    }
+    p->after = p->before;
+    if (units == 0)
+        return (rk_rewrite){.needed = false};
+    return rk_owe(p->limit, &p->before, now_ns, units, &p->after, forgiven);
+}
+
+static rk_status owe(rk_table *table, rk_segment *segment, rk_change *c, bool may_sweep)
+{
+    c->found = 0;
     part parts[RK_LIMITS_MAX];
     rk_rewrite how[RK_LIMITS_MAX];
     uint32_t blocks[RK_LIMITS_MAX];
@@ -1440,9 +1461,10 @@ static rk_status owe(rk_table *table, rk_segment *segment, const rk_change *c, b
     for (int i = 0; i < c->count; i++) {
         part *p = &parts[i];
         load(table, segment, c->subject, &c->limits[i], p);
-        p->credit_left = p->credit_units;
-        how[i] = rk_owe(p->limit, &p->before, c->now_ns, c->units, &p->after);
-        p->wants = p->after.debt > 0 ? WANTS_DEBT : 0;
+        int64_t forgiven;
+        how[i] = owe_part(p, c->now_ns, c->units, &forgiven);
+        c->found = rk_max(c->found, forgiven);
+        p->wants = p->after.debt > 0 && p->credit_left == 0 ? WANTS_DEBT : 0;
         if (p->debt_slot < 0) /* as of a credit: one that counts nothing may be there */
             p->debt_slot = find(table, segment, debt_place(p->place));
     }
@@ -1467,6 +1489,17 @@ static rk_status owe(rk_table *table, rk_segment *segment, const rk_change *c, b
     }
     commit(table, segment, writes);
     give_blocks(table, &claim);
+    return RK_OK;
+}
+
+static rk_status owed(rk_table *table, rk_segment *segment, rk_change *c)
+{
+    c->found = 0;
+    for (int i = 0; i < c->count; i++) {
+        part p;
+        load(table, segment, c->subject, &c->limits[i], &p);
+        c->found = rk_max(c->found, rk_debt_of(p.limit, &p.before, c->now_ns));
+    }
     return RK_OK;
 }
 
@@ -1529,14 +1562,15 @@ static rk_status reset(rk_table *table, rk_segment *segment, const rk_change *c)
     return RK_OK;
 }
 
-static rk_status apply_locked(rk_table *table, rk_segment *segment, const rk_change *c,
-                              bool may_sweep)
+static rk_status apply_locked(rk_table *table, rk_segment *segment, rk_change *c, bool may_sweep)
 {
     switch (c->verb) {
     case RK_REFUND:
         return give_back(table, segment, c);
     case RK_OWE:
         return owe(table, segment, c, may_sweep);
+    case RK_OWED:
+        return owed(table, segment, c);
     case RK_GRANT:
         return grant(table, segment, c, may_sweep);
     default:
@@ -1544,7 +1578,7 @@ static rk_status apply_locked(rk_table *table, rk_segment *segment, const rk_cha
     }
 }
 
-static rk_status apply_once(rk_table *table, const rk_change *c)
+static rk_status apply_once(rk_table *table, rk_change *c)
 {
     rk_segment *segment = segment_of(table, c->subject);
     see(table, c->now_ns);
@@ -1558,9 +1592,9 @@ static rk_status apply_once(rk_table *table, const rk_change *c)
     return rk_settled(table, status);
 }
 
-rk_status rk_apply(rk_table *table, const rk_change *c)
+rk_status rk_apply(rk_table *table, rk_change *c)
 {
-    if (c->units == 0 && c->verb != RK_RESET)
+    if (c->units == 0 && c->verb != RK_RESET && c->verb != RK_OWED)
         return RK_OK;
     rk_status status = apply_once(table, c);
     if (status != RK_LOG_FULL)

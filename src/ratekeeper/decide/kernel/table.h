@@ -110,6 +110,7 @@ typedef enum {
     RK_OWE,    /* charge units whether or not there is room for them: the excess is owed */
     RK_GRANT,  /* add units for `time_ns`; below 0: for one window of each limit */
     RK_RESET,  /* forget the subject */
+    RK_OWED,   /* change nothing: read what is owed */
 } rk_verb;
 
 /* A change of a subject's states under all limits, or none. */
@@ -119,9 +120,12 @@ typedef struct {
     const rk_limit *limits;
     int count;
     int64_t now_ns, units, time_ns;
+    /* Set by RK_OWE: the most units of a limit that exceeded its bound. Set by RK_OWED: the most
+     * units that a limit owes. */
+    int64_t found;
 } rk_change;
 
-rk_status rk_apply(rk_table *table, const rk_change *change);
+rk_status rk_apply(rk_table *table, rk_change *change);
 
 /* Remember a name for a subject, for `lasts_ns` and until RK_MARKS_MAX newer ones have come;
  * `is_new` says whether it was not known. The name is from 1 to 2^61. */

@@ -503,18 +503,29 @@ class MemoryCounter:
                 state = algorithm.refund(state, limit, now_ns, units, charged_ns)
                 self._write(table, subject, (limit, algorithm, state, credit), now_ns)
 
-    def owe(self, subject: str, units: int) -> None:
-        """Charge units whether or not there is room for them; the limits owe the excess."""
+    def owe(self, subject: str, units: int) -> int:
         now_ns = self._clock.now_ns()
+        forgiven = 0
         with self._lock:
             self._store.require_open()
             if units == 0:
-                return
+                return 0
             self._store.reserve(self.tables, subject, now_ns)
             for limit, algorithm, table in self._parts:
                 state, _, credit = table.entries.get(subject, _ABSENT)
-                after = algorithm.owe(state, limit, now_ns, units)
-                self._write(table, subject, (limit, algorithm, after, credit), now_ns)
+                after, left, beyond = credits_.owe(algorithm, state, credit, limit, now_ns, units)
+                forgiven = max(forgiven, beyond)
+                self._write(table, subject, (limit, algorithm, after, left), now_ns)
+        return forgiven
+
+    def owed(self, subject: str) -> int:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self._store.require_open()
+            return max(
+                algorithm.debt_of(table.entries.get(subject, _ABSENT)[0], limit, now_ns)
+                for limit, algorithm, table in self._parts
+            )
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         now_ns = self._clock.now_ns()

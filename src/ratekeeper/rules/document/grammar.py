@@ -201,6 +201,9 @@ _IN_FULL: Final = record(
     Field("capacity", whole(1, UNITS_MAX, 30), "All units that a bucket holds, instead of burst."),
     Field("refill_every", seconds("1s"),
           "Of a token_bucket: the units of this time are added at once, at its end."),
+    Field("debt", whole(0, UNITS_MAX, 5_000),
+          "The units that it owes at most after a cost was settled late; 0: none. By default its "
+          "capacity, or what ten minutes pay back if that is more."),
     Field("name", _name("logins"),
           "Distinguishes limits with the same algorithm and window; counts are stored under it."),
 )
@@ -231,6 +234,7 @@ def limit_data(limit: Limit) -> str | Json:
         **(room if limit.capacity != limit.limit else {}),
         "name": limit.name,
         **({"refill_every": duration_text(limit.refill_step_ns)} if limit.refill_every else {}),
+        **({} if limit.debt is None else {"debt": limit.debt}),
     }
 
 
@@ -272,8 +276,9 @@ def _read_limits(place: DocumentPlace) -> Limits:
 _LIMIT: Final = named("limit", "A limit as a mapping.", _IN_FULL)
 _RATE: Final = named(
     "rate",
-    "Rates: units per time, with an optional burst, capacity, refill step or algorithm; or units "
-    "`in any` time, which no window of that length exceeds; separate several by `;`, `,` or `|`. "
+    "Rates: units per time, with an optional burst, capacity, refill step, debt or algorithm; or "
+    "units `in any` time, which no window of that length exceeds; separate several by `;`, `,` or "
+    "`|`. "
     "Units of time: ms, second (s), minute (m), hour (h), day (d), week (w), month, year.",
     text("10/second; 1000/day burst 200", TEXT_LENGTH_MAX, pattern=_RATE_FORM),
 )

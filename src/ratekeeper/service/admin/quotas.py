@@ -174,6 +174,10 @@ class QuotaRuleOut(ApiOutput):
     source: str = Field(description="Where the limits come from.", examples=["tier pro"])
     factor: float = Field(description="The share of the limits that the present load leaves.")
     decision: DecisionOut | None = Field(description="Null if the store failed.")
+    debt: int = Field(
+        description="Units that a limit of the rule owes, of costs that were settled late; of "
+        "several limits, the most."
+    )
     error: str | None = Field(description="Why there is no decision.")
     usage: GlobalUsageOut | None = Field(
         description="Null for a rule of one region, and if the store failed."
@@ -329,10 +333,12 @@ async def _usage(limiter: AsyncLimiter, check: RuleCheck) -> GlobalUsageOut | No
 
 
 async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
-    decision, error, usage = None, None, None
+    decision, error, usage, debt = None, None, None, 0
     try:
         usage = await _usage(limiter, check)
         decision = _decision(await limiter.peek_rule(check))
+        if decision is not None and not decision.remaining:
+            debt = await limiter.owed_of(check)
     except (StoreError, CapacityError) as reason:
         error = str(reason)
     rule = check.rule
@@ -346,6 +352,7 @@ async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
         source=f"{check.choice.source} {check.choice.detail}".strip(),
         factor=check.step / FACTOR_STEPS,
         decision=decision,
+        debt=debt,
         error=error,
         usage=usage,
     )
@@ -441,9 +448,13 @@ async def explain(call: Request, control: Control, request: ExplainIn) -> Explan
     async with control.heavy.turn(call.state.token, limiter.compiled_rules.document):
         explanation = await limiter.explain(asker, request.cost)
     usages: dict[str, GlobalUsageOut | None] = {}
+    debts: dict[str, int] = {}
+    empty = {each.id for each in explanation.rules if each.decision and not each.decision.remaining}
     for check in control.compiled_rules().plan(asker, request.cost).checks:
         with suppress(StoreError):  # the rule has an error, too
             usages[check.rule.id] = await _usage(limiter, check)
+            if check.rule.id in empty:
+                debts[check.rule.id] = await limiter.owed_of(check)
     others = 0
     shown: list[RuleExplained] = []
     for rule in explanation.rules:
@@ -457,12 +468,12 @@ async def explain(call: Request, control: Control, request: ExplainIn) -> Explan
         version=explanation.version,
         tier=explanation.tier,
         listed=explanation.listed or None,
-        rules=[_explained(rule, usages.get(rule.id)) for rule in shown],
+        rules=[_explained(rule, usages.get(rule.id), debts.get(rule.id, 0)) for rule in shown],
         omitted=max(others - OTHERS_MAX, 0),
     )
 
 
-def _explained(rule: RuleExplained, usage: GlobalUsageOut | None) -> RuleExplainedOut:
+def _explained(rule: RuleExplained, usage: GlobalUsageOut | None, debt: int) -> RuleExplainedOut:
     override = None
     if rule.override is not None:
         override = to_data(Document(overrides=(rule.override,)))["overrides"][0]
@@ -476,6 +487,7 @@ def _explained(rule: RuleExplained, usage: GlobalUsageOut | None) -> RuleExplain
         source=rule.source,
         factor=rule.factor,
         decision=_decision(rule.decision),
+        debt=debt,
         error=rule.error or None,
         usage=usage,
         applies=rule.applies,

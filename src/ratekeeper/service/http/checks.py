@@ -54,9 +54,10 @@ from ratekeeper.core.model import (
     PenaltyKind,
     Request,
     ResultKind,
+    Settlement,
 )
 from ratekeeper.limiter import AsyncLimiter
-from ratekeeper.limiter.charges import RuleCharge, charges_in
+from ratekeeper.limiter.charges import Owed, RuleCharge, charges_in, settlement_of
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.document.model import Rule
 from ratekeeper.service.http.bodies import body_reader
@@ -258,8 +259,28 @@ class BatchReply(msgspec.Struct):
 class SettleReply(msgspec.Struct):
     """The result of a settlement."""
 
-    unsettled: Annotated[int, Meta(description="Units that did not fit the limits.")]
-    settled: Annotated[bool, Meta(description="False if nothing was changed; see `reason`.")] = True
+    charged: Annotated[
+        int | dict[str, int],
+        Meta(
+            description="Units that the request is charged in all, or by unit if `actual` is: the "
+            "most that a refund of it returns."
+        ),
+    ]
+    forgiven: Annotated[
+        int,
+        Meta(description="Units that were not charged, because a limit owes as much as it may."),
+    ]
+    uncounted: Annotated[
+        int,
+        Meta(description="Units whose charge the store has not confirmed; not charged again."),
+    ]
+    repeated: Annotated[
+        bool,
+        Meta(
+            description="True if the reservation was settled before: nothing was changed, and the "
+            "other numbers are 0."
+        ),
+    ]
     reason: Annotated[
         str, Meta(description="Why nothing was changed, or why units were not returned.")
     ] = ""
@@ -525,24 +546,30 @@ def _settle(context: ServiceContext) -> Handler:
         if name := body.reservation or found.name:
             # The name belongs to the caller's scope: one customer cannot take the names of another.
             of = tuple(f"{field}={value}" for field, value in sorted(token.scope.items()))
-            left = await limiter.settle_once(request, name, charged, found.checks, actual, of)
+            owed = await limiter.settle_once(request, name, charged, found.checks, actual, of)
         else:
-            left = await limiter.settle_charges(charged, found.checks, actual)
-        if left is None:
-            return json_reply(SettleReply(0, False, "this reservation was settled already"))
-        _record_settled(context, found.checks, actual, left, with_returns=not token.scope)
+            owed = await limiter.settle_charges(charged, found.checks, actual)
+        result = settlement_of(found.checks, owed, body.reserved, actual)
+        if owed is None:
+            return json_reply(_settle_reply(result, "this reservation was settled already"))
+        _record_settled(context, found.checks, actual, owed, with_returns=not token.scope)
         late = _late(charged, actual, context.now_ns())
         reason = f"too late: time has returned the units of {', '.join(late)}" if late else ""
-        return json_reply(SettleReply(max(left, default=0), True, reason))
+        return json_reply(_settle_reply(result, reason))
 
     return settle
+
+
+def _settle_reply(result: Settlement, reason: str) -> SettleReply:
+    charged = result.charged
+    return SettleReply(charged if isinstance(charged, int) else dict(charged), *result[1:], reason)
 
 
 def _record_settled(
     context: ServiceContext,
     checks: Sequence[RuleCheck],
     actual: Cost,
-    left: Sequence[int],
+    owed: Sequence[Owed],
     *,
     with_returns: bool,
 ) -> None:
@@ -550,8 +577,8 @@ def _record_settled(
     recorder, now_ns = context.recorder, context.now_ns()
     if recorder is None:
         return
-    for check, unsettled in zip(checks, left, strict=True):
-        units = check.settled(actual) - check.units - unsettled
+    for check, each in zip(checks, owed, strict=True):
+        units = check.settled(actual) - check.units - sum(each)
         if check.rule.mode != "shadow" and (units > 0 or (units and with_returns)):
             recorder.settle(check.rule.id, check.subject, units, now_ns)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -97,6 +97,16 @@ class QuotaLimit(msgspec.Struct):
     ]
     remaining: Annotated[int, Meta(description="How many single requests would pass now.")]
     reset_after: Annotated[float, Meta(description="Seconds until the quota is whole again.")]
+    debt: Annotated[
+        int,
+        Meta(
+            description="Units that the limit owes, of costs that were settled late. Nothing is "
+            "admitted until time has paid them back."
+        ),
+    ] = 0
+    retry_after: Annotated[
+        float, Meta(description="Seconds until a single request would pass; 0 if one would now.")
+    ] = 0.0
     used: Annotated[
         int | None,
         Meta(
@@ -285,9 +295,24 @@ async def _limits(
                 reset_after=max(
                     penalty.retry_after if penalty else 0.0, *(look.reset_after for look in looks)
                 ),
+                debt=sum(each.debt for each in looks),
+                retry_after=max(
+                    penalty.retry_after if penalty else 0.0,
+                    min(each.retry_after for each in looks),
+                ),
             )
         )
     return limits
+
+
+class _LimitLook(NamedTuple):
+    """The present state of one limit."""
+
+    granted: int
+    remaining: int
+    reset_after: float
+    retry_after: float = 0.0
+    debt: int = 0
 
 
 class _SingleLimits:
@@ -297,15 +322,19 @@ class _SingleLimits:
         self._store = context.limiter.store
         self._counters: dict[tuple[str, Limit], Counter] = {}
 
-    async def peek(self, rule: str, limit: Limit, subject: str) -> Decision:
+    async def peek(self, rule: str, limit: Limit, subject: str) -> _LimitLook:
         """Return the state of the limit. Raises StoreError."""
         if len(self._counters) >= _COUNTERS_MAX:
             self._counters.clear()
         counter = self._counters.get((rule, limit))
         if counter is None:
             counter = self._counters[rule, limit] = self._store.counter((limit,), rule)
-        decision: Decision = await run_async(asked(counter.peek, subject, 0))
-        return decision
+        now: Decision = await run_async(asked(counter.peek, subject, 0))
+        if now.remaining:
+            return _LimitLook(now.granted, now.remaining, now.reset_after)
+        one: Decision = await run_async(asked(counter.peek, subject, 1))
+        debt: int = await run_async(asked(counter.owed, subject))
+        return _LimitLook(now.granted, 0, now.reset_after, one.retry_after, debt)
 
 
 def _reset(context: ServiceContext) -> Handler:

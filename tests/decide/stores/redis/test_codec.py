@@ -32,7 +32,7 @@ from ratekeeper.decide.stores.redis.codec import (
 from tests.redis_servers import Single, running
 
 YEAR = 366 * 86_400
-NUMBERS_A_LIMIT = 8
+NUMBERS_A_LIMIT = 9
 
 
 def unpacked(packed: bytes) -> list[Any]:
@@ -61,24 +61,28 @@ def limit_of(algorithm: str, units: int = 100, per: float = 60) -> Limit:
 @pytest.mark.parametrize(
     ("limit", "numbers"),
     [
-        # kind, capacity, millionths of a unit over microseconds, window, time to fill, refill step
-        (Limit(100, per=60), (1, 100, 5, 3, 60_000_000, 60_000_000, 1)),
-        (Limit(100, per=60, refill_every=1.5), (1, 100, 5, 3, 60_000_000, 60_000_000, 1_500_000)),
-        (Limit(10, per=1, burst=5), (1, 15, 10, 1, 1_000_000, 1_500_000, 1)),
-        (Limit(3, per=7, algorithm="leaky_bucket"), (1, 3, 3, 7, 7_000_000, 7_000_000, 1)),
-        (Limit(7, per=60, algorithm="fixed_window"), (2, 7, 7, 60, 60_000_000, 60_000_000, 1)),
-        (limit_of("sliding_window_counter", 7), (3, 7, 7, 60, 60_000_000, 60_000_000, 1)),
-        (limit_of("sliding_window_log", 9), (4, 9, 3, 20, 60_000_000, 0, 1)),
+        # kind, capacity, millionths of a unit over microseconds, window, time to fill, refill step,
+        # and the debt
+        (Limit(100, per=60), (1, 100, 5, 3, 60_000_000, 60_000_000, 1, 1_000)),
+        (
+            Limit(100, per=60, refill_every=1.5, debt=7),
+            (1, 100, 5, 3, 60_000_000, 60_000_000, 1_500_000, 7),
+        ),
+        (Limit(10, per=1, burst=5), (1, 15, 10, 1, 1_000_000, 1_500_000, 1, 6_000)),
+        (Limit(3, per=7, algorithm="leaky_bucket"), (1, 3, 3, 7, 7_000_000, 7_000_000, 1, 257)),
+        (Limit(7, per=60, algorithm="fixed_window"), (2, 7, 7, 60, 60_000_000, 60_000_000, 1, 70)),
+        (limit_of("sliding_window_counter", 7), (3, 7, 7, 60, 60_000_000, 60_000_000, 1, 70)),
+        (limit_of("sliding_window_log", 9), (4, 9, 3, 20, 60_000_000, 0, 1, 90)),
     ],
 )
-def test_each_limit_is_encoded_as_eight_numbers(limit: Limit, numbers: tuple[int, ...]) -> None:
+def test_each_limit_is_encoded_as_nine_numbers(limit: Limit, numbers: tuple[int, ...]) -> None:
     """The numbers are the limit's kind, its id and its arithmetic."""
     kind, *rest = numbers
     assert unpacked(encode_limits([limit])) == [kind, id_of(limit), *rest]
 
 
 def test_several_limits_are_encoded_in_their_order() -> None:
-    """Each has eight numbers."""
+    """Each has nine numbers."""
     limits = [
         limit_of(algorithm, per=per)
         for algorithm, per in product(ALGORITHM_NAMES, (1, 60, 3_600, 86_400))
@@ -112,9 +116,9 @@ def test_numbers_are_exact_and_fit_the_scripts(units: int, window_us: int, algor
     limit = limit_of(algorithm, units, window_us / 1_000_000)
     window_us = limit.window_ns // 1_000
     values = unpacked(encode_limits([limit]))
-    _, _, capacity, numerator, denominator, window, full_us, step_us = values
+    _, _, capacity, numerator, denominator, window, full_us, step_us, debt = values
     assert step_us == 1
-    assert (capacity, window) == (limit.capacity, window_us)
+    assert (capacity, window, debt) == (limit.capacity, window_us, limit.debt_max)
     rate = Fraction(numerator, denominator)
     assert rate == Fraction(units * 1_000_000, window_us)
     assert (rate.numerator, rate.denominator) == (numerator, denominator)
@@ -220,7 +224,8 @@ def test_spent_units_are_split_into_own_and_granted_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [[], [None], [5], [5, None, None], ["x", 1, 2], [5, 1], [5, 1, 2, 3, 4, 5, 6, 7]]
+    "reply",
+    [[], [None], [5], [5, None, None], ["x", 1, 2], [5, 1], [5, *range(11)]],
 )
 @pytest.mark.parametrize("rates", ["5/second", "5/second; 10/minute"])
 def test_a_reply_that_no_script_gives_is_a_store_error(reply: list[Any], rates: str) -> None:

@@ -21,6 +21,7 @@ from ratekeeper.decide.stores.redis.scripts import (
     LEASES,
     LOGS,
     MARKS,
+    OWE,
     SERVER_TIME,
     LuaScript,
     RuleScripts,
@@ -30,7 +31,7 @@ from ratekeeper.decide.stores.redis.scripts import (
 from tests.redis_servers import Single, running
 
 CHECKS = (COUNTS, LOGS, LEASES)
-EVERY_SCRIPT = (*CHECKS, CHANGE)
+EVERY_SCRIPT = (*CHECKS, CHANGE, OWE)
 OTHERS = (CELL, MARKS)
 REGIONAL = tuple(
     found
@@ -90,7 +91,7 @@ def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> No
     admin.execute_command("ACL", "SETUSER", "narrow", *rights)
     try:
         with server.client(username="narrow", password="any") as narrow:
-            gate = b"\xa8rule678" + b"9" + bytes((1, 2, 100, 100, 60, 60, 60, 1))
+            gate = b"\xa8rule678" + b"9" + bytes((1, 2, 100, 100, 60, 60, 60, 1, 100))
             grant = bytes((5, 1, 0, 100))
             narrow.evalsha(
                 script.sha.decode(), 1, "rk:{only}", gate, grant if script is CHANGE else 1

@@ -88,12 +88,12 @@ def is_log_id(number: int) -> bool:
 
 
 def encode_limits(limits: Sequence[Limit]) -> bytes:
-    """Return eight numbers for each limit, as msgpack: a gate without its field."""
+    """Return nine numbers for each limit, as msgpack: a gate without its field."""
     return encode_sequence(_numbers_of(limits))
 
 
 def _numbers_of(limits: Sequence[Limit]) -> list[int]:
-    """Return eight numbers for each limit. Raises ConfigError if two limits have the same id."""
+    """Return nine numbers for each limit. Raises ConfigError if two limits have the same id."""
     by_id: dict[int, Limit] = {}
     values: list[int] = []
     for limit in limits:
@@ -109,6 +109,7 @@ def _numbers_of(limits: Sequence[Limit]) -> list[int]:
             limit.window_ns // NS_PER_US,
             _fill_us(limit),
             max(limit.refill_step_ns // NS_PER_US, 1),
+            limit.debt_max,
         ]
     return values
 
@@ -308,6 +309,7 @@ class _LogSummary(NamedTuple):
     now_us: int
     held_us: int = -1
     """The last end of units that are held; they are among the live ones."""
+    owed: int = 0
 
 
 class ReplyDecoder:
@@ -315,7 +317,7 @@ class ReplyDecoder:
 
     A reply is a list: the server's time in microseconds, complemented (`~`) if the script denied,
     and then each limit's state before the check. If units are granted, each limit has two more
-    numbers; if units are leased, four more.
+    numbers; if units are leased, four more; if units are owed, one more.
     """
 
     __slots__ = ("_numbers", "_only", "_parts", "_plain", "_rule", "lease_numbers", "limits")
@@ -468,6 +470,16 @@ class ReplyDecoder:
         )
         return decision_with(decision, retry_after_ns=wait_ns)
 
+    def owed(self, reply: list[int]) -> int:
+        """Return the units that a limit owes, from the reply to a peek: the most of them."""
+        now_us = reply[0] if reply[0] >= 0 else ~reply[0]
+        return max(
+            state.owed
+            if isinstance(state, _LogSummary)
+            else ALGORITHMS[limit.algorithm].debt_of(state, limit, now_us * NS_PER_US)
+            for limit, _, state, _ in self._states(reply, now_us)
+        )
+
     def spent(self, reply: list[int], cost: int) -> list[int]:
         """Return an allowed check's charges, four numbers for each limit.
 
@@ -493,9 +505,9 @@ class ReplyDecoder:
     def _states(self, reply: list[int], now_us: int) -> list[_LimitState]:
         """Return each limit's state and grant from the numbers of a reply."""
         more, odd = divmod(len(reply) - self._numbers, len(self._parts))
-        if odd or more not in (0, 2, 4, 6):
+        if odd or not 0 <= more < 8:
             raise IndexError(len(reply))
-        granted, held = more in (2, 6), more in (4, 6)
+        granted, held, owing = more & 2, more & 4, more & 1
         numbers = iter(reply)
         next(numbers)
         states: list[_LimitState] = []
@@ -523,6 +535,7 @@ class ReplyDecoder:
                     credit = (units, ends_us * NS_PER_US)
             if held:
                 state = _with_holds(state, [next(numbers) for _ in range(4)], kind)
+            state = _with_debt(state, next(numbers) if owing else 0, kind)
             states.append((limit, algorithm, state, credit))
         return states
 
@@ -574,6 +587,16 @@ def _with_holds(state: State, numbers: Sequence[int], kind: int) -> State:
     if kind == LOG:
         return (*(state or (array("q"), 0, 0)), holds)
     return None if state is None else (*state, holds)
+
+
+def _with_debt(state: State, debt: int, kind: int) -> State:
+    """Return a state with its debt. The other numbers of a log without its times contain it."""
+    if not debt or state is None:
+        return state
+    if isinstance(state, _LogSummary):
+        return state._replace(owed=max(debt, 0))
+    plain = NUMBERS_OF_KIND[kind]
+    return (*state, debt) if len(state) > plain else (*state, (), debt)
 
 
 def _invalid_reply(reply: object) -> StoreUnavailable:

@@ -282,6 +282,14 @@ class RedisCounter:
             self._giving, subject, self.scripts.refund(subject, units, charged_ns)
         )
 
+    def owe(self, subject: str, units: int) -> int | Ask:
+        """Charge units in full, in one round trip; return what was forgiven. See Counter.owe."""
+        return self._links.ask(self._owing, subject, units) if units else 0
+
+    def owed(self, subject: str) -> Ask:
+        """Return the units that a limit owes now."""
+        return self._links.ask(self._looking, subject)
+
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask | None:
         """Add extra units on top of every limit."""
         if not units:
@@ -291,6 +299,21 @@ class RedisCounter:
     def reset(self, subject: str) -> Ask:
         """Forget what the subject spent and was granted."""
         return self._links.ask(self._giving, subject, self.scripts.reset(subject))
+
+    def _owing(self, driver: RedisDriver, subject: str, units: int) -> Steps[int]:
+        try:
+            reply = yield from driver.running(self.scripts.owe(subject, units))
+        finally:  # a denial that is known here may end later now
+            self._cache.drop(subject)
+        return forgiven_in(reply)
+
+    def _looking(self, driver: RedisDriver, subject: str) -> Steps[int]:
+        call = self.scripts.peek(subject, 0, self.scripts.now()[0])
+        reply = yield from driver.running(call)
+        try:
+            return self.scripts.decoder.owed(reply)
+        except (IndexError, TypeError, StopIteration) as error:
+            raise unknown_reply(reply) from error
 
     def _giving(self, driver: RedisDriver, subject: str, call: ScriptCall) -> Steps[None]:
         """Run a refund, a grant or a reset."""
@@ -426,6 +449,13 @@ def _reported(driver: RedisDriver, scripts: RuleScripts, reply: Any, early_ns: i
         return scripts.decoder.peek(reply, 0, early_ns)
     except StoreError as error:
         return error
+
+
+def forgiven_in(reply: Any) -> int:
+    """Return the units that were forgiven, from the reply of owe.lua."""
+    if type(reply) is not list or len(reply) != 1 or type(reply[0]) is not int:
+        raise unknown_reply(reply)
+    return reply[0]
 
 
 def unknown_reply(reply: object) -> StoreUnavailable:

@@ -2,8 +2,9 @@
 
 Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS` and `LEASES` are one text
 (`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that a script
-makes takes time. `CHANGE` does the other verbs. A server identifies a script by the SHA-1 of its
-text, so two versions of Ratekeeper on one server never run each other's scripts.
+makes takes time. `OWE` charges in full, and `CHANGE` does the other verbs. A server identifies a
+script by the SHA-1 of its text, so two versions of Ratekeeper on one server never run each other's
+scripts.
 
 `batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
 of one request. The groups are decided in order, and each of them alone: every charge of a group
@@ -31,10 +32,13 @@ I/O.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
+from itertools import product
+from string import ascii_letters
 from typing import Final, NamedTuple, cast
 
 from hiredis import pack_command
@@ -69,7 +73,8 @@ _SPACED: Final = re.compile(
 )
 _LOCALS: Final = re.compile(rb"\blocal (?:function )?([a-z_,]+)")
 # Local variables with the names of library functions.
-_LIBRARY: Final = frozenset((b"call", b"ceil", b"floor", b"function"))
+_LIBRARY: Final = frozenset((b"call", b"ceil", b"floor", b"function", b"max", b"min"))
+_KEYWORDS: Final = frozenset((b"do", b"if", b"in", b"or"))
 # A word outside a text.
 _WORD: Final = re.compile(rb"(?<!')\b\w+\b(?!')")
 # A line of a script that names numbers, all of them in capitals.
@@ -126,13 +131,19 @@ def _without_constants(text: bytes) -> bytes:
 
 
 def _with_short_names(text: bytes) -> bytes:
-    """Return a script whose local variables have names of two or three characters.
+    """Return a script whose local variables have names of one or two characters.
 
-    A field of a table that has the name of a variable is renamed with it.
+    The most frequent ones have the shortest names. A field of a table that has the name of a
+    variable is renamed with it.
     """
-    names = (name for found in _LOCALS.findall(text) for name in found.split(b","))
-    long = dict.fromkeys(name for name in names if len(name) > 3 and name not in _LIBRARY)
-    short = {name: b"v%x" % number for number, name in enumerate(long)}
+    uses = Counter(_WORD.findall(text))
+    names = {name for found in _LOCALS.findall(text) for name in found.split(b",")}
+    long = sorted(name for name in names - _LIBRARY if len(name) > 1)
+    taken = {*re.findall(rb"\w+", text), *_KEYWORDS}
+    letters = ascii_letters.encode()
+    every = (bytes(each) for size in (1, 2) for each in product(letters, repeat=size))
+    free = (name for name in every if name not in taken)
+    short = dict(zip(sorted(long, key=lambda name: -uses[name]), free, strict=False))
     return _WORD.sub(lambda name: short.get(name[0], name[0]), text)
 
 
@@ -148,12 +159,13 @@ def _script_named(
 
 
 _COUNTS: Final = ("arithmetic", "state", "holds")
-_LOGS: Final = ("arithmetic", "state", "rings", "holds")
+_LOGS: Final = ("arithmetic", "state", "holds", "rings")
 _EVERYTHING: Final = ("logs", "leases")
 COUNTS: Final = _script_named(*_COUNTS, "check", features=(), reply=list)
 LOGS: Final = _script_named(*_LOGS, "check", features=("logs",), reply=list)
 LEASES: Final = _script_named(*_LOGS, "check", features=_EVERYTHING, reply=list)
 CHANGE: Final = _script_named(*_LOGS, "change", features=_EVERYTHING, reply=list)
+OWE: Final = _script_named(*_LOGS, "owe", features=("logs",), reply=list)
 
 # Of limits that regions share.
 _CHECK: Final = ("arithmetic", "regional", "regional_check")
@@ -287,6 +299,13 @@ class RuleScripts:
     def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took."""
         return self._changed(subject, _UNDO, *self.decoder.spent(reply, cost))
+
+    def owe(self, subject: str, units: int) -> ScriptCall:
+        """Return the call that charges units in full."""
+        keys, gate = self.place(subject)
+        now = self.now()[0]
+        arguments = (gate, units) if now == SERVER_TIME else (gate, units, now)
+        return ScriptCall(OWE, keys[0], arguments, keys[1:])
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""

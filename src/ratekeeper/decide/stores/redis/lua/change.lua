@@ -1,4 +1,5 @@
--- Change the states of several gates: each change alone, in order.
+-- Change the states of several gates: each change alone, in order. What a limit owes is returned before
+-- the units that are used, and late charges find no room in a limit that owes.
 --
 -- KEYS  see open.lua
 -- ARGV  for each change, the gate and msgpack of a verb and its numbers, one after the other:
@@ -33,30 +34,54 @@ local function take_hold(extra, units, ends)
     return 0
 end
 
+-- Let debt enter a log that has so much room.
+local function fill(ring, extra, room, at)
+    local entering = min(room, extra[OWED])
+    append(ring, at, entering)
+    extra[OWED] = extra[OWED] - entering
+end
+
 -- Return a log after units were removed that were charged at that time, or the oldest ones. If those
 -- have left the log, older ones go in their place.
-local function refund_log(ring, units, charged)
+local function refund_log(ring, units, charged, extra)
+    local size, owed, at = size_of(ring), extra[OWED], max(now, ring.last)
+    if owed > 0 then
+        local late = charged and charged < ring.last
+        extend(ring, extra, at)
+        enter(ring, extra, at)
+        owed, size = extra[OWED], size_of(ring)
+        if not late then
+            extra[OWED] = max(owed - units, 0)
+            units = min(max(units - owed, 0), size)
+            if charged then -- the newest ones, which were charged last
+                replace_from(ring, size - units, '')
+                return
+            end
+        end
+    end
     if not charged then
         drop_oldest(ring, dead_of(ring, max(now, ring.last) - ring.window))
         drop_oldest(ring, min(units, size_of(ring)))
         return
     end
-    local older, size = dead_of(ring, charged), size_of(ring)
+    local older = dead_of(ring, charged)
     local removed = min(units, older)
     if removed > 0 then -- the newer times move down
         replace_from(ring, older - removed, times(ring, older, size - older))
     end
+    fill(ring, extra, removed, at)
 end
 
 -- Return a state after a refund: last, a, b; or nothing, if no state is left.
-local function refunded(gate, g, last, a, b, units, charged)
-    local kind, window = gate[g + KIND], gate[g + WINDOW]
+local function refunded(gate, g, last, a, b, extra, units, charged)
+    local kind, window, owed = gate[g + KIND], gate[g + WINDOW], extra[OWED]
     if kind == BUCKET then
         local capacity = gate[g + CAPACITY]
-        local micros = min(units, capacity) * MICROS_PER_UNIT
+        owed = min(owed, gate[g + DEBT] * MICROS_PER_UNIT)
+        local micros = (owed > 0 and units or min(units, capacity)) * MICROS_PER_UNIT
         -- Rounded up to whole steps.
         local elapsed = charged and ceil((last - charged) / gate[g + STEP]) * gate[g + STEP] or 0
-        if elapsed >= gate[g + FULL] then
+        if elapsed >= 2 * micros / gate[g + NUMERATOR] * gate[g + DENOMINATOR] then
             micros = 0
         elseif elapsed > 0 then
             -- Rounded down, as in each refill that the bucket has made since.
@@ -64,26 +89,44 @@ local function refunded(gate, g, last, a, b, units, charged)
         end
         -- A correction gives room, also if the capacity was lowered. Otherwise units above the capacity
         -- stay used: the limit may be the lower one of the charge.
-        local used = (charged and a or min(a, capacity * MICROS_PER_UNIT)) - micros
+        local used = (charged and a or min(a, capacity * MICROS_PER_UNIT)) - max(micros - owed, 0)
         if micros <= 0 then
             return last, a
-        elseif used > 0 then
+        end
+        extra[OWED] = max(owed - micros, 0)
+        if used > 0 then
             return last, used
         end
     elseif kind == FIXED then
+        local at, count = last, a
+        if owed > 0 then
+            at = charged and last or max(last, now)
+            count, b, owed = carry(gate, g, last, a, nil, owed, at)
+        end
         charged = charged or max(last, now)
-        if charged - charged % window ~= last - last % window then
+        if charged - charged % window ~= at - at % window then
             return last, a
-        elseif a > units then
-            return last, a - units
+        end
+        count = count - max(units - owed, 0)
+        extra[OWED] = max(owed - units, 0)
+        if count > 0 then
+            return at, count
         end
     else
         local at = max(now, last)
-        a, b = rolled(window, last, a, b, at)
         local ago = charged and (at - at % window - charged + charged % window) / window or 0
+        if ago < 0 or ago > 1 then
+            return last, a, b
+        elseif owed > 0 then
+            a, b, owed = carry(gate, g, last, a, b, owed, at)
+        else
+            a, b = rolled(window, last, a, b, at)
+        end
+        extra[OWED] = owed
         if ago == 0 then
-            b = max(b - units, 0)
-        elseif ago == 1 then
+            b = max(b - max(units - owed, 0), 0)
+            extra[OWED] = max(owed - units, 0)
+        else
             a = max(a - units, 0)
         end
         if a > 0 or b > 0 then
@@ -101,17 +144,22 @@ local function given_back(gate, g, last, a, b, extra, units, ends)
     elseif kind ~= BUCKET then
         local at = kind == FIXED and last or max(now, last)
         if at - at % window ~= ends - 1 - (ends - 1) % window then
-            return refunded(gate, g, last, a, b, units, ends - 1)
+            return refunded(gate, g, last, a, b, extra, units, ends - 1)
+        elseif extra[OWED] > 0 then
+            a, b, extra[OWED] = carry(gate, g, last, a, b, extra[OWED], at)
+            last = at
         elseif kind == COUNTER and extra[3] > 0 then
             a, b = rolled(window, last, a, b, at)
             last = at
         end
     end
-    units = take_hold(extra, units, hold_ends)
+    local owed = min(extra[OWED], gate[g + DEBT] * (kind == BUCKET and MICROS_PER_UNIT or 1))
+    units = take_hold(extra, units, hold_ends) * (kind == BUCKET and MICROS_PER_UNIT or 1)
+    extra[OWED], units = max(owed - units, 0), max(units - owed, 0)
     if kind == COUNTER then
         b = max(b - units, 0)
     else
-        a = max(a - units * (kind == BUCKET and MICROS_PER_UNIT or 1), 0)
+        a = max(a - units, 0)
     end
     if extra[3] + extra[5] > 0 or a + (b or 0) > 0 then
         return last, a, b
@@ -122,15 +170,29 @@ end
 -- higher limit may have admitted more than the capacity.
 local function charged_late(gate, g, last, a, b, extra, units, charged)
     local kind, window, capacity = gate[g + KIND], gate[g + WINDOW], gate[g + CAPACITY]
+    local owed, before = extra[OWED], a
     if kind == BUCKET then
-        local full = 2 * a / gate[g + NUMERATOR] * gate[g + DENOMINATOR]
+        a = a + min(owed, gate[g + DEBT] * MICROS_PER_UNIT)
+        local full, at = 2 * a / gate[g + NUMERATOR] * gate[g + DENOMINATOR], last
         a, last = drained(gate, g, last, a, full, charged)
         a = max(a, level_with_holds(gate, g, extra, charged, true))
+        if owed > 0 and a > capacity * MICROS_PER_UNIT then
+            return at, before
+        end
+        extra[OWED] = 0
         last = a <= 0 and max(charged, last) or last
         a = max(a, 0)
         return last, max(a, min(a + units * MICROS_PER_UNIT, capacity * MICROS_PER_UNIT))
     elseif kind == FIXED then
         local of = charged - charged % window
+        if owed > 0 then
+            local to = max(last, now)
+            a, b, owed = carry(gate, g, last, a, nil, owed, to)
+            if owed > 0 then
+                return last, before
+            end
+            last, extra[OWED] = to, 0
+        end
         local at = max(last, charged)
         if now - now % window ~= of or at - at % window ~= of then
             return last, a
@@ -140,12 +202,13 @@ local function charged_late(gate, g, last, a, b, extra, units, charged)
     end
     local at = max(now, last)
     local previous, current = rolled(window, last, a, b, at)
+    if owed > 0 then
+        previous, current, extra[OWED] = carry(gate, g, last, a, b, owed, at)
+    end
     local ago = (at - at % window - charged + charged % window) / window
-    if ago > 1 then
-        return last, a, b
-    elseif ago == 1 then
+    if ago == 1 then
         previous = max(previous, min(previous + units, capacity))
-    else
+    elseif ago < 1 then
         current = max(current, min(current + units, capacity))
     end
     return at, previous, current
@@ -154,18 +217,31 @@ end
 -- Change a log.
 local function change_log(ring, verb, units, time, extra)
     if verb == REFUND or verb == UNDO then
-        refund_log(ring, units, time)
+        refund_log(ring, units, time, extra)
     elseif verb == BACK then
         if ring.last >= time then
-            refund_log(ring, units, time)
+            refund_log(ring, units, time, extra)
         else
-            take_hold(extra, units, time)
+            local at = max(now, ring.last)
+            if extra[OWED] > 0 then
+                extend(ring, extra, at)
+                enter(ring, extra, at)
+            end
+            fill(ring, extra, take_hold(extra, units, time), at)
         end
     elseif verb == RESET then
+        extra[OWED] = 0
         live_holds(extra, max(now, ring.last) - 1)
         drop_oldest(ring, size_of(ring))
     elseif verb == LATE then
         local at = max(ring.last, time)
+        if extra[OWED] > 0 then
+            extend(ring, extra, at)
+            if ring.owed > 0 then
+                return
+            end
+            enter(ring, extra, at)
+        end
         ring.oldest = at - ring.window
         drop_oldest(ring, dead_of(ring, ring.oldest))
         append_ended(ring, extra, at)
@@ -182,7 +258,7 @@ end
 -- Return the state of another limit after a change: last, a, b; or nothing, if no state is left.
 local function changed_count(gate, g, verb, last, a, b, extra, units, time)
     if verb == REFUND or verb == UNDO then
-        return refunded(gate, g, last, a, b, units, time)
+        return refunded(gate, g, last, a, b, extra, units, time)
     elseif verb == BACK then
         return given_back(gate, g, last, a, b, extra, units, time)
     elseif verb == LATE then
@@ -191,7 +267,7 @@ local function changed_count(gate, g, verb, last, a, b, extra, units, time)
         live_holds(extra, at)
         return last, a, b
     elseif verb == RESET then
-        last = max(now, last)
+        last, extra[OWED] = max(now, last), 0
         live_holds(extra, last)
         units = extra[3] + extra[5]
         if units > 0 then
@@ -207,21 +283,26 @@ end
 
 -- Return the reply of a check of 0 units.
 local function seen(gate, held, logs, extras)
-    local granted, holding, answer, p = false, false, {now}, HELD_FIRST
+    local granted, holding, owing, answer, p = false, false, false, {now}, HELD_FIRST
     for _, extra in pairs(extras) do
         live_holds(extra, 0)
         granted, holding = granted or extra[1] > 0, holding or extra[3] > 0
+        owing = owing or extra[OWED] > 0
     end
     for g = GATE_FIRST, #gate, GATE_STEP do
         local extra, size = extras[g], #answer
         if gate[g + KIND] == LOG then
             local ring = logs[g]
             local oldest = max(now, ring.last) - ring.window
-            local dead = dead_of(ring, oldest)
+            local dead = extra[OWED] > 0 and 0 or dead_of(ring, oldest)
             local alive = size_of(ring) - dead
             answer[size + 1], answer[size + 2], answer[size + 3] = ring.last, alive, 0
             if granted then
                 answer[size + 3] = times(ring, dead, alive)
+            elseif extra[OWED] > 0 then
+                extend(ring, extra, max(now, ring.last))
+                answer[size + 1] = ring.entry((ring.owed > 0 and ring.length or max(ring.due, 1)) - 1)
+                answer[size + 2] = ring.length - ring.gone - max(ring.owed, 0)
             else
                 answer[size + 2] = alive + (extra[4] > oldest and extra[3] or 0)
                     + (extra[6] > oldest and extra[5] or 0)
@@ -235,6 +316,9 @@ local function seen(gate, held, logs, extras)
         end
         for number = granted and 1 or 3, holding and 6 or granted and 2 or 0 do
             answer[#answer + 1] = extra[number]
+        end
+        if owing then
+            answer[#answer + 1] = extra[OWED]
         end
     end
     return answer
@@ -253,7 +337,8 @@ local function change(number)
     end
     for g = GATE_FIRST, #gate, GATE_STEP do
         local kind, window = gate[g + KIND], gate[g + WINDOW]
-        local extra, ring, i = extras[g] or {0, 0, 0, 0, 0, 0}, logs[g], (g - GATE_FIRST) / GATE_STEP * 4
+        local extra, ring = extras[g] or {0, 0, 0, 0, 0, 0, 0, 0}, logs[g]
+        local i = (g - GATE_FIRST) / GATE_STEP * 4
         extras[g] = extra
         live_holds(extra, 0)
         local units, time, granted, ends = verb[2] or 0, verb[3] or 0, 0, 0
@@ -295,6 +380,7 @@ local function change(number)
                 if not at and extra[3] > 0 then -- what is held stays held
                     at, new_a, new_b = last, 0, b and 0
                 end
+                extra[OWED] = at and extra[OWED] or 0
                 a, b = at and new_a or 0, at and new_b or 0
                 held[p + 1], held[p + 2] = at and held[1] - at or held[1] + 1, a
                 if kind == COUNTER then

@@ -17,7 +17,9 @@
 --
 -- If any units are granted, each limit has two more numbers (units, end), and a log returns all its
 -- live times instead of the one. If any units are leased, each limit has four more: the units and the
--- end of both groups of holds; they count as live times of a log.
+-- end of both groups of holds; they count as live times of a log. If any units are owed, each limit has
+-- one more; a log that owes returns the numbers of its sequence (see rings.lua), or with a grant all its
+-- times.
 --
 -- Of several equal requests, as many are admitted as have room, in one step. Their number is behind
 -- the states. If it is above 0 the reply allows. The time of a log is that of the first request that
@@ -38,6 +40,10 @@ local look = #ARGV % 2 == 1 and string.sub(ARGV[#ARGV], 1, 4) == 'look'
 -- Return the time in a log that must expire for a cost to fit; 0 if it fits, or never does.
 local function blocking(ring, extra, cost)
     local first, second, alive = 0, 0, size_of(ring) - ring.dead
+    if ring.entry then
+        local place = ring.length - ring.capacity + cost - 1
+        return place >= 0 and cost <= ring.capacity and ring.entry(place) or 0
+    end
     if extra then -- as if they were times after all others
         first = extra[4] > ring.oldest and extra[3] or 0
         second = extra[6] > ring.oldest and extra[5] or 0
@@ -67,12 +73,13 @@ local function decide(charge)
     local key, held, logs, extras
     local strict = cost > 0 and not look
     --@ open
-    local granted, holding, saved, rooms = false, false, nil, nil
+    local granted, holding, owing, saved, rooms = false, false, false, nil, nil
     if extras then
         saved, rooms = {unpack(held or {})}, {}
         for _, extra in pairs(extras) do
             live_holds(extra, 0)
             granted, holding = granted or extra[1] > 0, holding or extra[3] > 0
+            owing = owing or extra[OWED] > 0
         end
     end
 --@ if leases
@@ -84,12 +91,16 @@ local function decide(charge)
     for g = GATE_FIRST, last_g, GATE_STEP do
         local kind, capacity, window = gate[g + KIND], gate[g + CAPACITY], gate[g + WINDOW]
         local extra, last, a, at, room = extras and extras[g], nil, nil, nil, nil
+        local owed = owing and extra and extra[OWED] or 0
         if kind ~= LOG then
             last, a = held[1] - held[p + 1], held[p + 2]
             answer[size + 1], answer[size + 2] = last, a
             size, at = size + 2, last > now and last or now
         end
-        if kind == BUCKET then
+        if kind == BUCKET and extra then
+            a, at = level_of(gate, g, last, a, extra)
+            room = floor((capacity * MICROS_PER_UNIT - a) / MICROS_PER_UNIT)
+        elseif kind == BUCKET then
             -- A full bucket is as new: its next step counts from now.
             if a > capacity * MICROS_PER_UNIT then
                 a = capacity * MICROS_PER_UNIT
@@ -106,15 +117,14 @@ local function decide(charge)
                     a = 0
                 end
             end
-            if extra then
-                a = max(a, level_with_holds(gate, g, extra, now))
-            end
             if a <= 0 then
                 a, at = 0, last > now and last or now
             end
             room = floor((capacity * MICROS_PER_UNIT - a) / MICROS_PER_UNIT)
         elseif kind == FIXED then
-            if last - last % window ~= at - at % window then
+            if owed > 0 then
+                a = carry(gate, g, last, a, nil, owed, at)
+            elseif last - last % window ~= at - at % window then
                 a = 0
             end
             room = capacity - a
@@ -122,7 +132,11 @@ local function decide(charge)
             local b = held[p + 3]
             size = size + 1
             answer[size] = b
-            a, b = rolled(window, last, a, b, at)
+            if owed > 0 then
+                a, b = carry(gate, g, last, a, b, owed, at)
+            else
+                a, b = rolled(window, last, a, b, at)
+            end
             -- Rounded up: a request of the previous window counts until it has faded out entirely.
             local faded, rest = multiply_divide(window - at % window, a, window)
             room = capacity - b - faded - (rest > 0 and 1 or 0)
@@ -141,15 +155,24 @@ local function decide(charge)
             last = ring.last
             ring.at = last > now and last or now
             ring.oldest = ring.at - window
-            ring.dead = dead_of(ring, ring.oldest)
-            local alive = size_of(ring) - ring.dead
-            room = capacity - alive
-            for group = 3, extra and 5 or 0, 2 do
-                room = room - (extra[group + 1] > ring.oldest and extra[group] or 0)
+            local alive, holds_after, newest = size_of(ring), ring.oldest, last
+            if owed > 0 then
+                extend(ring, extra, ring.at)
+                ring.dead, holds_after = 0, ring.at
+                room = ring.owed > 0 and 0 or capacity - ring.due + ring.gone
+                newest = ring.entry((ring.owed > 0 and ring.length or max(ring.due, 1)) - 1)
+            else
+                ring.dead = dead_of(ring, ring.oldest)
+                alive = alive - ring.dead
+                room = capacity - alive
             end
-            answer[size + 1], answer[size + 2], answer[size + 3] = last, capacity - room, 0
+            for group = 3, extra and 5 or 0, 2 do
+                room = room - (extra[group + 1] > holds_after and extra[group] or 0)
+            end
+            answer[size + 1], answer[size + 2], answer[size + 3] = newest, capacity - room, 0
             if granted then
-                answer[size + 2], answer[size + 3] = alive, times(ring, ring.dead, alive)
+                answer[size + 1], answer[size + 2] = last, alive
+                answer[size + 3] = times(ring, ring.dead, alive)
             end
             size = size + 3
             ring.place = size
@@ -173,6 +196,10 @@ local function decide(charge)
             size = size + 1
             answer[size] = extra and extra[group] or 0
         end
+        if owing then -- of a log without its times, as of now
+            size = size + 1
+            answer[size] = not granted and owed > 0 and kind == LOG and logs[g].owed or owed
+        end
         if cost * admitted > room then
             admitted = floor(room / cost)
         end
@@ -195,7 +222,7 @@ local function decide(charge)
         else
             extras = extras or {}
             for g = GATE_FIRST, last_g, GATE_STEP do
-                extras[g] = extras[g] or {0, 0, 0, 0, 0, 0}
+                extras[g] = extras[g] or {0, 0, 0, 0, 0, 0, 0, 0}
             end
         end
     end
@@ -213,6 +240,9 @@ local function decide(charge)
 --@ if logs
             if ring then
                 if own > 0 then
+                    if ring.entry then
+                        enter(ring, extra, ring.at)
+                    end
                     drop_oldest(ring, ring.dead)
                     ring.dead = 0
                     if extra then
@@ -233,8 +263,9 @@ local function decide(charge)
             end
 --@ end
             if not ring then
-                if extra and own > 0 then
+                if extra and own > 0 then -- it has room, so no debt is left
                     live_holds(extra, max(now, held[1] - held[p + 1]))
+                    extra[OWED] = 0
                 end
 --@ if leases
                 if leased > 0 then

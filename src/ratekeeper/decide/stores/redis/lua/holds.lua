@@ -1,14 +1,14 @@
 -- Grants and holds, and states in another order: what most checks do not meet.
 --
--- Units that are granted or leased are numbers of a limit's *extra*: units and end of the grant, and of
--- both groups of holds. A lease is charged like any other units, and held besides: a hold of a bucket
+-- Units that are granted, leased or owed are numbers of a limit's *extra*: units and end of the grant and
+-- of both groups of holds, what is owed, and a 0. A lease is charged like any other units, and held besides: a hold of a bucket
 -- keeps the units from being refilled, and a hold of a log keeps them in the window. Those of window
 -- counters are kept for a reset. `algorithms/holds.py` explains the two groups.
 --
 -- A script makes its functions each time it runs, and each costs about 0.05 us. So these are made by
 -- `meet_extras`, when there are any.
 
-local arrange, complete, needed_with, live_holds, drained, level_with_holds
+local arrange, complete, needed_with, live_holds, drained, level_with_holds, level_of, carried, carry
 
 local function meet_extras()
     -- Return how many numbers a state has.
@@ -17,8 +17,8 @@ local function meet_extras()
     end
 
     -- Return the array with the states of a gate first, in its order. An absent state has -1 as its last
-    -- time. Of each limit that has units granted or leased, `extras` gets their units and ends: of the
-    -- grant, and of both groups of holds. If the gate is to be charged, the field must have room.
+    -- time. Of each limit that has units granted, leased or owed, `extras` gets its extra. If the gate is
+    -- to be charged, the field must have room.
     arrange = function(gate, last, held, extras, strict)
         local places, arranged, p = {}, held and {held[1], held[2], held[3]} or {now, 0, 0}, HELD_FIRST
         while held and held[p] do
@@ -43,10 +43,10 @@ local function meet_extras()
                 arranged[size + 1], arranged[size + 2], arranged[size + 3] = id, arranged[1] + 1, 0
                 arranged[size + 4] = kind == COUNTER and 0 or nil
             end
-            for group = 0, kind ~= LOG and 2 or -1 do
+            for group = 0, kind ~= LOG and 3 or -1 do
                 local q = take(-id - group * HOLD, 0)
                 if q then
-                    extras[g] = extras[g] or {0, 0, 0, 0, 0, 0}
+                    extras[g] = extras[g] or {0, 0, 0, 0, 0, 0, 0, 0}
                     extras[g][2 * group + 1], extras[g][2 * group + 2] = held[q + 2], held[q + 3]
                 end
             end
@@ -74,7 +74,7 @@ local function meet_extras()
             p = finish
         end
         for g, extra in pairs(extras) do
-            for group = 0, gate[g + KIND] ~= LOG and 2 or -1 do
+            for group = 0, gate[g + KIND] ~= LOG and 3 or -1 do
                 if extra[2 * group + 1] > 0 then
                     local size = #whole
                     whole[size + 1], whole[size + 2] = -gate[g + ID] - group * HOLD, 0
@@ -128,6 +128,44 @@ local function meet_extras()
         end
         return highest
     end
+
+    -- Return the level of a bucket with its debt and its holds, which is at least 0, and the end of its
+    -- last step.
+    level_of = function(gate, g, last, a, extra)
+        local full = MICROS_PER_UNIT * gate[g + CAPACITY]
+        a = min(a, full) + min(extra[OWED], gate[g + DEBT] * MICROS_PER_UNIT)
+        local level, at = drained(gate, g, last, a, 2 * a / gate[g + NUMERATOR] * gate[g + DENOMINATOR], now)
+        level = max(level, level_with_holds(gate, g, extra, now), 0)
+        return level, level > 0 and at or max(last, now)
+    end
+
+    -- Return the count of a window and the debt beyond it, so many windows later: see debt.py.
+    carried = function(limit, count, debt, windows)
+        local charged = min(debt, max(limit - count, 0))
+        count, debt = count + charged, debt - charged
+        if windows > 0 then
+            debt = max(debt - (windows - 1) * limit, 0)
+            count = min(debt, limit)
+            debt = debt - count
+        end
+        return count, debt
+    end
+
+    -- Return the counts of a window that owes, and its debt, as of `at`.
+    carry = function(gate, g, last, a, b, debt, at)
+        local limit, window = gate[g + CAPACITY], gate[g + WINDOW]
+        local windows = (at - at % window - last + last % window) / window
+        debt = min(debt, gate[g + DEBT])
+        if not b then
+            a, debt = carried(limit, a, debt, windows)
+        elseif windows > 0 then
+            a, debt = carried(limit, b, debt, windows - 1)
+            b, debt = carried(limit, a, debt, 1)
+        else
+            b, debt = carried(limit, b, debt, 0)
+        end
+        return a, b, debt
+    end
 end
 
 --@ if leases
@@ -157,11 +195,12 @@ end
 -- Return until when a state is needed, also if the limit is slower than the one that wrote it.
 local function needed(gate, g, held, p, extra)
     local kind, window, at, need = gate[g + KIND], gate[g + WINDOW], held[1] - held[p + 1], nil
+    local owed = extra and extra[OWED] or 0
     if kind == BUCKET then
         -- One step more: the bucket is full at the end of a step.
-        need = at + held[p + 2] / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
+        need = at + (held[p + 2] + owed) / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
     else
-        need = at - at % window + (kind == FIXED and window or 2 * window)
+        need = at - at % window + ((kind == FIXED and 1 or 2) + ceil(owed / gate[g + CAPACITY])) * window
     end
     if extra then
         return needed_with(extra, need, kind == BUCKET and gate[g + FULL] + gate[g + STEP] or 2 * window)

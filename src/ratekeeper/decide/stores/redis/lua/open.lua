@@ -27,7 +27,7 @@ next_key = next_key + 1 -- before anything that may fail
 --@ if logs
 for g, name in pairs(logs or {}) do
     logs[g] = ring_of(name)
-    logs[g].capacity, logs[g].window = gate[g + CAPACITY], gate[g + WINDOW]
+    logs[g].capacity, logs[g].window, logs[g].bound = gate[g + CAPACITY], gate[g + WINDOW], gate[g + DEBT]
     if logs[g].extra then
         if not arrange then
             meet_extras()

@@ -2,19 +2,19 @@
 --
 -- The key has the hash tag of the subject's bucket, so both are in one slot of a cluster. The string is
 --
---     version   1 byte: 0, or 1 if units are granted or leased
+--     version   1 byte: 0, or 1 if units are granted, leased or owed
 --     ends      the second when the log ends, in 4 bytes
 --     last      the newest time, in microseconds, in 7 bytes
 --     start, count, slots   3 bytes each: where the oldest time is, how many there are, and for how many
 --                           there is room
 --     a time in each slot, 7 bytes
---     with version 1: units (4 bytes) and end (7) of the grant, and of both groups of holds
+--     with version 1: units (4 bytes) and end (7) of the grant, and of both groups of holds; units owed (4)
 --
 -- A ring that is full, or three quarters empty, is written anew, a quarter larger than its times. So its
 -- memory follows the times that are alive. The string is set as a whole then: Redis doubles the
 -- memory of a string that grows in place.
 
-local HEAD_BYTES, TIME_BYTES, MORE_BYTES = 21, 7, 33
+local HEAD_BYTES, TIME_BYTES, MORE_BYTES = 21, 7, 37
 local rings = {}
 
 -- Return a log. `new` are packed times behind those that are stored.
@@ -34,7 +34,7 @@ local function ring_of(key)
         if version == 1 then
             local tail = HEAD_BYTES + ring.slots * TIME_BYTES
             ring.extra =
-                {struct.unpack('>I4I7I4I7I4I7', call('GETRANGE', key, tail, tail + MORE_BYTES - 1))}
+                {struct.unpack('>I4I7I4I7I4I7I4', call('GETRANGE', key, tail, tail + MORE_BYTES - 1))}
         end
         ring.last = ring.count > 0 and ring.last or -1
     end
@@ -117,13 +117,67 @@ local function replace_from(ring, position, packed)
     ring.last = size > 0 and time_at(ring, size - 1) or -1
 end
 
+-- A log that owes is the beginning of a longer sequence, in which each of its last entries comes again one
+-- window later until the debt is used up: see sliding_window_log.py. `extend` sets the length of the
+-- sequence and a function from a position to a time; how many entries have come by `at`, and how many of
+-- these have left the window; and what is owed then.
+local function extend(ring, extra, at)
+    local size, ends, more, last_ends = size_of(ring), extra[4], extra[5], extra[6]
+    local debt = min(extra[OWED], ring.bound)
+    local filled = min(debt, max(ring.capacity - size - extra[3] - more, 0))
+    local first, last = size + filled + extra[3] + more, size > 0 and ring.last or ends - ring.window + 1
+    local again = min(first, ring.capacity)
+    ring.entry = function(position)
+        local rounds = max(floor((position - first) / again) + 1, 0)
+        if rounds > 0 then
+            position = first - again + (position - first) % again
+        end
+        local time = position < first - more and ends or last_ends
+        if position < size then
+            time = time_at(ring, position)
+        elseif position < size + filled then
+            time = last
+        end
+        return time + rounds * ring.window
+    end
+    local function until_after(high, time)
+        local low = 0
+        while low < high do
+            local middle = floor((low + high) / 2)
+            if ring.entry(middle) > time then
+                high = middle
+            else
+                low = middle + 1
+            end
+        end
+        return low
+    end
+    ring.length = first - filled + debt
+    ring.due = until_after(ring.length, at)
+    ring.gone = until_after(ring.due, at - ring.window)
+    ring.owed = ring.length - ring.due - (ends > at and extra[3] or 0) - (last_ends > at and more or 0)
+end
+
+-- Put the debt into a log that has entered it, and drop what has left the window.
+local function enter(ring, extra, at)
+    local size = size_of(ring)
+    local packed = {times(ring, min(ring.gone, size), max(min(ring.due, size) - ring.gone, 0))}
+    for position = max(ring.gone, size), ring.due - 1 do
+        packed[#packed + 1] = struct.pack('>I7', ring.entry(position))
+    end
+    replace_from(ring, 0, table.concat(packed))
+    extra[OWED] = ring.owed
+    live_holds(extra, at)
+    ring.entry = nil
+end
+
 -- Write a log that is needed until `ring.need`. A log has at least as many slots as it has times, and at
 -- most as many as its limit.
 local function save(ring)
     local size, extra, need = size_of(ring), ring.extra, ring.need
     local version, more = 0, ''
-    if extra and extra[1] + extra[3] + extra[5] > 0 then
-        version, more = 1, struct.pack('>I4I7I4I7I4I7', unpack(extra, 1, 6))
+    if extra and extra[1] + extra[3] + extra[5] + extra[OWED] > 0 then
+        version, more = 1, struct.pack('>I4I7I4I7I4I7I4', unpack(extra, 1, OWED))
     elseif size == 0 then
         call('DEL', ring.key)
         rings[ring.key] = nil

@@ -11,7 +11,7 @@
 --
 -- id     which limit; odd if there is a b. Negative (and with a b): units granted on top, or from -2^33
 --        down units that are leased: -id - 2^33 is the first group of holds, -id - 2^34 the second (see
---        algorithms/holds.py). From -3 * 2^33 down is room for debt
+--        algorithms/holds.py), -id - 3 * 2^33 what the limit owes (see algorithms/debt.py)
 -- lag    base - lag is the time of the last admission (or refund) under this limit; of a bucket that
 --        is refilled in steps, the time of its last step
 -- a, b   bucket     millionths of a unit used
@@ -19,6 +19,7 @@
 --        counter    units counted in the window before, units counted in this one
 --        granted    units left, microseconds since the epoch at which they end
 --        leased     units held, microseconds since the epoch until which they are held
+--        owed       units, of a bucket in millionths; 0
 --
 -- A state that has ended equals an absent one, and is deleted in passing: see `write`.
 --
@@ -29,11 +30,11 @@
 --
 -- In the scripts, a field is an array: base, ends, its number of pieces, and the numbers of the limits.
 --
--- A gate is msgpack of the field and eight numbers for each limit, KIND to STEP, one after the other.
+-- A gate is msgpack of the field and nine numbers for each limit, KIND to DEBT, one after the other.
 
-local KIND, ID, CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, FULL, STEP = 0, 1, 2, 3, 4, 5, 6, 7
+local KIND, ID, CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, FULL, STEP, DEBT = 0, 1, 2, 3, 4, 5, 6, 7, 8
 local BUCKET, FIXED, COUNTER, LOG = 1, 2, 3, 4
-local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 8, 4
+local GATE_FIRST, GATE_STEP, HELD_FIRST, OWED = 2, 9, 4, 7
 local MICROS_PER_UNIT, AMOUNTS = 1000000, 2147483648
 local PIECE_BYTES, NUMBERS_MAX, HOLD, ENDS_MAX = 64, 640, 8589934592, 4294967295
 
