@@ -96,12 +96,11 @@ def _limiter(work: str) -> Iterator[Limiter]:
         ):
             yield limiter
     else:
-        server = Single()
-        try:
-            with Limiter(_RATE.limit_value, store=server.uri) as limiter:
-                yield limiter
-        finally:
-            server.stop()
+        with (
+            Single() as server,
+            Limiter(_RATE.limit_value, store=f"{server.uri}?deadline_ms=10000") as limiter,
+        ):
+            yield limiter
 
 
 def _compared(work: str, limiter: Limiter, effort: Effort) -> Compared:

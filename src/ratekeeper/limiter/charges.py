@@ -124,6 +124,8 @@ def settlement_of(
     """Return what a settled request is charged. `owed` is None if it was settled before."""
     if owed is None:
         return Settlement(0, repeated=True)
+    if isinstance(actual, int) and not any(map(any, owed)):
+        return Settlement(actual)
     forgiven: dict[str, int] = {}
     uncounted: dict[str, int] = {}
     for check, each in zip(checks, owed, strict=True):

@@ -286,17 +286,17 @@ class LimiterVerbs:
         """
         if switches.limiting_off:
             return [CHARGED] * len(checks)
-        returned = [
-            (check._replace(units=surplus), charged_ns)
-            for check, charged_ns in charged
-            if (surplus := check.units - check.settled(actual)) > 0
-        ]
         owed: list[Owed] = []
         for check in checks:
             missing = check.settled(actual) - check.units
             owed.append(
                 (yield from owing(check, missing, self._counts)) if missing > 0 else CHARGED
             )
+        returned = [
+            (check._replace(units=surplus), charged_ns)
+            for check, charged_ns in charged
+            if (surplus := check.units - check.settled(actual)) > 0
+        ]
         yield from refunding(returned)
         return owed
 
@@ -386,7 +386,7 @@ class LimiterVerbs:
     def _reserving(self, key: Key | Request, cost: Cost, wait: Duration) -> Steps[Reservation]:
         """Charge a reservation. Raises LimitExceeded for a denial."""
         # A copy: what is settled must be what was reserved.
-        kept = dict(cost) if isinstance(cost, Mapping) else cost
+        kept = cost if isinstance(cost, int) or not isinstance(cost, Mapping) else dict(cost)
         decision = yield from self._pass(key, kept, wait)
         return Reservation(self._reservation_verbs(), key, kept, decision)
 
