@@ -469,6 +469,7 @@ def test_tasks_share_a_limit_exactly(uri: str, clock: ManualClock, strategy: str
 
 _WORKER = """
 import sys
+import ratekeeper.limits
 from limits import parse
 from limits.storage import storage_from_string
 from limits.strategies import STRATEGIES
@@ -482,10 +483,7 @@ for name, strategy in STRATEGIES.items():
 
 @pytest.mark.parametrize(("scheme", "admitted"), [("ratekeeper+shared", 100), ("memory", 240)])
 def test_processes_share_a_limit_exactly(scheme: str, admitted: int, tmp_path: Path) -> None:
-    """Three processes that hit 80 times each pass 100 times; each in its own memory, 240 times.
-
-    No process imports Ratekeeper: the start-up hook does.
-    """
+    """Three processes that hit 80 times each pass 100 times; each in its own memory, 240 times."""
     uri = f"{scheme}://" if scheme == "memory" else f"{scheme}://{tmp_path}/file"
     command = [sys.executable, "-c", _WORKER, uri]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -595,6 +593,21 @@ def test_every_scheme_of_our_stores_is_registered() -> None:
         assert all(limits._storage_scheme.SCHEMES[scheme] is kind for scheme in schemes)
 
 
+def test_the_import_registers_the_storages() -> None:
+    """Without it, `limits` raises the error that docs/limits-storage.md explains."""
+    program = (
+        "from limits.storage import storage_from_string\n"
+        "from limits.errors import ConfigurationError\n"
+        "try: storage_from_string('ratekeeper+memory://')\n"
+        "except ConfigurationError as error: print(error)\n"
+        "import ratekeeper.limits\n"
+        "print(storage_from_string('ratekeeper+memory://').incr('ann', 60))\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said == "unknown storage scheme : ratekeeper+memory://\n1\n"
+
+
 @pytest.mark.parametrize(
     ("uri", "options", "says"),
     [
@@ -682,7 +695,7 @@ def test_every_scheme_of_our_stores_is_registered() -> None:
 def test_a_mistake_in_a_uri_is_explained(uri: str, options: dict[str, Any], says: str) -> None:
     """With the error that callers of `limits` know, the place and the next step."""
     with pytest.raises(ConfigurationError, match=says):
-        storage_from_string(uri, **options)
+        open_storage(uri, **options)
 
 
 def test_other_uris_of_limits_are_not_touched() -> None:

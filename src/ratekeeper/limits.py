@@ -3,8 +3,7 @@
     storage_uri="ratekeeper+shared:///run/app.limits"
 
 The schemes are those of `open_store` with `ratekeeper+` in front, and `async+ratekeeper+` for
-`limits.aio`. Importing this module registers them. An installed package needs no import: its
-start-up hook registers them when a program imports `limits` (docs/adr/0021).
+`limits.aio`. Importing this module registers them; `limits` knows no storage that is not imported.
 
 The strategies of `limits` decide by calls of a storage. Each call that acquires is one atomic
 decision of a store, so a limit holds exactly over all threads, processes and machines of the store:

@@ -204,13 +204,6 @@ FAMILIES: Final = (
         "max",
     ),
     MetricFamily(
-        "region_clock_offset_seconds",
-        "gauge",
-        "The clock of the other region's store minus that of this region's.",
-        ("region", "peer"),
-        "max",
-    ),
-    MetricFamily(
         "region_reports",
         "counter",
         "Reports to another region: accepted, pending or failed.",
@@ -574,8 +567,6 @@ def _put_region(found: MetricsSnapshot, here: RegionStatus) -> None:
         labels = here.region, link.peer
         found.put("region_link_state", _LINKS[link.state], *labels)
         found.put("region_lag_seconds", round(link.lag_s, 3), *labels)
-        if link.clock_offset_s is not None:
-            found.put("region_clock_offset_seconds", round(link.clock_offset_s, 3), *labels)
 
 
 class LimiterMetrics:
