@@ -73,7 +73,8 @@ def service() -> Iterator[Node]:
 
 def log_in(operator: Operator, role: str = "read") -> Page:
     """Open the overview, and wait until the stream has brought its first steps."""
-    page = operator.log_in(role)
+    operator.log_in(role)
+    page = operator.open()
     expect(page.locator("#checks-summary")).to_contain_text("The last ")
     return page
 
@@ -106,7 +107,8 @@ def _nonzero(counts: Any) -> dict[Any, int]:
 
 def test_the_charts_agree_with_the_metrics(operator: Operator, service: Node) -> None:
     """An unused service explains the first check; then each number is that of /metrics."""
-    page = operator.log_in("read")
+    operator.log_in("read")
+    page = operator.open()
     expect(page.locator("#quiet")).to_contain_text(f"curl {service.url}/v1/check")
     operator.check_accessibility()
     page.get_by_text("The checks in numbers").click()
@@ -189,11 +191,6 @@ def test_the_first_page_is_small(browser: Browser, service: Node) -> None:
     """With everything that it loads, and the first events of the stream."""
     operator = Operator(browser, service)
     page = operator.log_in("read")
-    cookies = operator.context.cookies()
-    operator.close()
-    operator = Operator(browser, service)
-    operator.context.add_cookies(cookies)  # type: ignore[arg-type]  # what cookies() returns
-    page = operator.page
     sizes: Counter[str] = Counter()
     session = operator.context.new_cdp_session(page)
     session.send("Network.enable")

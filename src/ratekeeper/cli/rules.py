@@ -80,7 +80,7 @@ from ratekeeper.fleet.settings import Fleet
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.limiter import Limiter
 from ratekeeper.regions.store import only_region
-from ratekeeper.rules.document.grammar import document_schema, limit_data
+from ratekeeper.rules.document.grammar import document_schema, limit_data, to_data
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import DocumentError, DocumentPositions, read
 from ratekeeper.rules.document.safety import advice, findings, new_findings
@@ -89,7 +89,7 @@ from ratekeeper.rules.document.tree import (
     TOO_LONG,
     DocumentProblem,
 )
-from ratekeeper.rules.document.writing import to_data, to_yaml
+from ratekeeper.rules.document.writing import to_yaml
 from ratekeeper.rules.explain import Explanation, RuleExplained
 
 if TYPE_CHECKING:

@@ -78,6 +78,11 @@ def merged_cost(charged: Cost, actual: Cost) -> Cost:
     return {**({REQUESTS: charged} if isinstance(charged, int) else charged), **actual}
 
 
+def largest_in(cost: Cost) -> int:
+    """Return the most units of a cost: with fewer left of every limit, it may not fit."""
+    return max([*cost.values(), 1]) if isinstance(cost, Mapping) else cost
+
+
 def requests_in(cost: Cost) -> int:
     """Return the requests of a cost."""
     return cost if isinstance(cost, int) else cost.get(REQUESTS, 1)

@@ -387,7 +387,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
     their ids. It is None in other decisions, and in a copy from a pickle.
 
     `uncounted` is not a field of the decision. It has the checks that the failure policy `open` let
-    pass without counting, for `wait` and `hold`, which count them on this machine.
+    pass without counting, for `wait` and `reserve`, which count them on this machine.
     """
 
     __slots__ = (

@@ -30,6 +30,7 @@ from ratekeeper.limiter.charges import Owed, RuleCharge
 from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
+from ratekeeper.limiter.waiting import Priority
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.explain import Explanation
 from ratekeeper.rules.splitting import usage_of_parts
@@ -234,11 +235,12 @@ class AsyncLimiter(LimiterSetup):
         key: Key | Request,
         cost: int = 1,
         timeout: Duration | None = None,
+        priority: Priority = "interactive",
         *,
         costs: Costs | None = None,
     ) -> Decision:
         """Spend `cost` units, sleeping until they fit. See Limiter.wait."""
-        return await run_async(self._wait(key, cost if costs is None else costs, timeout))
+        return await run_async(self._wait(key, cost if costs is None else costs, timeout, priority))
 
     @asynccontextmanager
     async def reserve(
@@ -248,12 +250,15 @@ class AsyncLimiter(LimiterSetup):
         *,
         costs: Costs | None = None,
         wait: Duration = 0,
+        priority: Priority = "interactive",
     ) -> AsyncIterator[Reservation]:
         """Charge an estimate, and settle what the block has used. See Limiter.reserve.
 
         The end is settled also if the task is cancelled.
         """
-        reservation = await run_async(self._reserving(key, cost if costs is None else costs, wait))
+        reservation = await run_async(
+            self._reserving(key, cost if costs is None else costs, wait, priority)
+        )
         try:
             yield reservation
         except BaseException:
@@ -278,6 +283,7 @@ class AsyncLimiter(LimiterSetup):
         *,
         costs: CostsSource | None = None,
         wait: Duration = 0,
+        priority: Priority = "interactive",
     ) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
         """Decorate an async function: each call spends, or raises LimitExceeded."""
         spent = cost if costs is None else costs
@@ -297,7 +303,7 @@ class AsyncLimiter(LimiterSetup):
             @wraps(function)
             async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                await run_async(self._pass(subject, cost_of(spent, args, kwargs), wait))
+                await run_async(self._pass(subject, cost_of(spent, args, kwargs), wait, priority))
                 return await function(*args, **kwargs)
 
             return limited

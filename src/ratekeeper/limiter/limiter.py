@@ -25,6 +25,7 @@ from ratekeeper.limiter.arguments import (
 from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
+from ratekeeper.limiter.waiting import Priority
 from ratekeeper.rules.explain import Explanation
 
 P = ParamSpec("P")
@@ -157,17 +158,21 @@ class Limiter(LimiterSetup):
         key: Key | Request,
         cost: int = 1,
         timeout: Duration | None = None,
+        priority: Priority = "interactive",
         *,
         costs: Costs | None = None,
     ) -> Decision:
         """Spend `cost` units, sleeping until they fit; at most `timeout` seconds in all.
 
-        Returns a denial at once if the wait would be longer than the timeout. It also sleeps a
-        leaky bucket's delay, so the caller can proceed at once after an allowed decision. While the
+        Requests of this process that wait for the same subject are served first come, first served.
+        Returns a denial at once if the wait would be longer than the timeout, and if 1,000 requests
+        wait for the subject already. `priority="batch"` leaves a fifth of each limit to others, and
+        lets all others that wait go first. It also sleeps a leaky bucket's delay, so the caller can
+        proceed at once after an allowed decision. While the
         store is unavailable and `on_failure` is "open", it limits by the counts of this machine,
         as `reserve` and the decorator do: an outage does not lift the limit.
         """
-        return run(self._wait(key, cost if costs is None else costs, timeout))
+        return run(self._wait(key, cost if costs is None else costs, timeout, priority))
 
     @contextmanager
     def reserve(
@@ -177,16 +182,18 @@ class Limiter(LimiterSetup):
         *,
         costs: Costs | None = None,
         wait: Duration = 0,
+        priority: Priority = "interactive",
     ) -> Iterator[Reservation]:
         """Charge an estimate before the block runs, and settle what it has used at its end.
 
         Raises LimitExceeded instead of running the block if the reservation is denied. `wait` is
-        how many seconds to wait for room. The block reports what it uses: `reservation.use(37)`.
+        how many seconds to wait for room, and `priority` is as in `wait`. The block reports what it
+        uses: `reservation.use(37)`.
 
         A block that never does stays charged as reserved. One that raises and has used nothing is
         refunded. If the process dies, the reservation stays charged.
         """
-        reservation = run(self._reserving(key, cost if costs is None else costs, wait))
+        reservation = run(self._reserving(key, cost if costs is None else costs, wait, priority))
         try:
             yield reservation
         except BaseException:
@@ -204,11 +211,13 @@ class Limiter(LimiterSetup):
         *,
         costs: CostsSource | None = None,
         wait: Duration = 0,
+        priority: Priority = "interactive",
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a function: each call spends, and raises LimitExceeded when denied.
 
         `key` is a key, or a function of the call's arguments that returns one; by default the
-        decorated function itself is the key. `cost` and `costs` likewise. `wait` as in `reserve`.
+        decorated function itself is the key. `cost` and `costs` likewise. `wait` and `priority` as
+        in `reserve`.
         """
 
         spent = cost if costs is None else costs
@@ -220,7 +229,7 @@ class Limiter(LimiterSetup):
             @wraps(function)
             def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                run(self._pass(subject, cost_of(spent, args, kwargs), wait))
+                run(self._pass(subject, cost_of(spent, args, kwargs), wait, priority))
                 return function(*args, **kwargs)
 
             return limited

@@ -120,6 +120,8 @@ FAMILIES: Final = (
     MetricFamily("breaker_opened", "counter", "How often a breaker opened.", ("server",)),
     MetricFamily("denied_cache_hits", "counter", "Denials answered by the denial cache."),
     MetricFamily("coalesced_checks", "counter", "Checks that shared a store call with another."),
+    MetricFamily("waiting_requests", "gauge", "Requests that wait for room in a queue."),
+    MetricFamily("waiting_longest", "gauge", "Requests in the longest queue.", (), "max"),
     MetricFamily("penalties", "counter", "Cool-downs and blocks given.", ("rule", "kind")),
     MetricFamily(
         "settled_units", "counter", "Units charged later, above the reservation.", ("rule",)
@@ -717,6 +719,14 @@ def lost_snapshot() -> MetricsSnapshot:
     return found
 
 
+def waiting_snapshot(queues: Any) -> MetricsSnapshot:
+    """Return how many requests wait on one store."""
+    found, now = MetricsSnapshot(), queues.stats()
+    found.put("waiting_requests", now.waiters)
+    found.put("waiting_longest", now.longest)
+    return found
+
+
 def store_snapshot(monitor: StoreMonitor | None) -> MetricsSnapshot:
     """Return the counts of a remote store; other stores have no monitor and count nothing."""
     found = MetricsSnapshot()
@@ -777,6 +787,7 @@ class ProcessMetrics:
                 self._note("limiter", limiter, lambda it: LimiterMetrics(it).limiter_snapshot)
                 self._note("monitor", monitor, lambda it: partial(store_snapshot, it))
                 self._note("fleet", limiter.fleet, lambda it: FleetMetrics(it).snapshot)
+                self._note("waiting", limiter.queues, lambda it: partial(waiting_snapshot, it))
                 self._note("regions", limiter.regions, lambda it: partial(regions_snapshot, it))
             total = MetricsSnapshot()
             total.add(self._deleted)
