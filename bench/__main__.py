@@ -52,6 +52,8 @@ try:
     )
     from bench.rules import WORKS as RULES_WORKS
     from bench.rules import run_rules
+    from bench.settle import WORKS as SETTLE_WORKS
+    from bench.settle import run_settle
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed; `make bench` does that, or: pip install '.[bench]'")
 
@@ -99,6 +101,7 @@ def _run(options: argparse.Namespace, found: dict[str, Any]) -> None:
     storages = run_limits_storages(lambda work: _wanted(options, "", work), effort, _progress)
     fleet = run_fleet(lambda work: _wanted(options, "token_bucket", work), effort)
     rules = run_rules(lambda work: _wanted(options, "", work), effort, _progress)
+    settle = run_settle(lambda work: _wanted(options, "", work), effort, _progress)
     redis = run_redis(
         lambda work: _wanted(options, REDIS_ALGORITHM, work),
         _redis_effort(options),
@@ -114,13 +117,15 @@ def _run(options: argparse.Namespace, found: dict[str, Any]) -> None:
         RECORD_QUICK if options.quick else RECORD_FULL,
         _progress,
     )
-    if not (results or throughputs or storages or fleet or rules or redis or http or record):
+    measured = (results, throughputs, storages, fleet, rules, settle, redis, http, record)
+    if not any(measured):
         sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     if options.json:
         written = as_json(results, throughputs, effort, found)
         written["limits"] = as_json(storages, [], effort, found)["rows"]
         written["fleet"] = as_json(fleet, [], effort, found)["rows"]
         written["rules"] = rules
+        written["settle"] = settle
         written["redis"] = redis
         written["http"] = http
         written["record"] = record
@@ -134,7 +139,7 @@ def _redis_effort(options: argparse.Namespace) -> RedisEffort:
 
 def _options() -> argparse.Namespace:
     works = [*(scene.name for scene in SCENES), PROCESSES, *RULES_WORKS, *REDIS_WORKS, *HTTP_WORKS]
-    works += [*RECORD_WORKS, *FLEET_WORKS, *LIMITS_WORKS]
+    works += [*RECORD_WORKS, *FLEET_WORKS, *LIMITS_WORKS, *SETTLE_WORKS]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Ratekeeper beside limits and throttled-py, on the same work: in process; its "

@@ -139,6 +139,17 @@ def test_units_given_by_this_process_count_at_once(
         assert [api.check(key).allowed for _ in range(2)] == [True, False]
 
 
+@both_wires
+def test_a_settlement_of_this_process_lengthens_a_known_denial(
+    server: Single, key: str, wire: str
+) -> None:
+    """The client is told when the debt is paid, not when its earlier denial would have ended."""
+    with client(wire, server.uri, Limit(1, per=3_600)) as api:
+        assert [api.check(key).allowed for _ in range(2)] == [True, False]
+        api.start(key, 0, 1, verb="settle").result()
+        assert api.check(key).retry_after > 3_700
+
+
 def test_threads_and_tasks_share_the_cache(server: Single, key: str) -> None:
     """A denial of one answers the other, and a refund by one ends it for the other."""
 

@@ -173,11 +173,15 @@ def test_a_key_has_an_expiry_at_all_times(
         times = timed(counter)
         subject = random.choice(("a", "b", "c"))
         cost = random.randint(1, 3)
-        verb = random.choices(("check", "peek", "refund", "grant", "reset"), (6, 1, 3, 1, 1))[0]
+        verbs = ("check", "peek", "refund", "owe", "grant", "reset")
+        verb = random.choices(verbs, (6, 1, 3, 1, 1, 1))[0]
         needed_ns = 0
         if verb == "check":
             decision = counter.check(subject, cost)
             needed_ns = times.now_ns + decision.reset_after_ns if decision else 0
+        elif verb == "owe":
+            counter.owe(subject, 20 * cost)
+            needed_ns = times.now_ns + counter.peek(subject, 0).reset_after_ns
         elif verb == "grant":
             counter.grant(subject, cost, random.choice((None, 10**6, 10**9)))
         elif verb == "reset":
@@ -216,9 +220,11 @@ def test_a_log_and_the_other_limits_of_its_rule_expire_apart(
     assert lives_ms[key_of("k")] <= 2 * other_s * MS_PER_S * (1 + SPARE) + MS_PER_S + ROUNDING_MS
     for _ in range(200):
         counter = random.choice([*both, *alone.values()])
-        verb = random.choices(("check", "refund", "grant", "reset"), (6, 3, 1, 1))[0]
+        verb = random.choices(("check", "refund", "owe", "grant", "reset"), (6, 3, 1, 1, 1))[0]
         if verb == "check":
             counter.check("k", random.randint(1, 3))
+        elif verb == "owe":
+            counter.owe("k", random.randint(1, 50))
         elif verb == "refund":
             counter.refund("k", random.randint(1, 3), random.choice((None, time_ns())))
         elif verb == "grant":

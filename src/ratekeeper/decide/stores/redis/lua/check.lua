@@ -258,7 +258,8 @@ local function decide(charge)
 --@ end
                 ring.need, ring.extra = ring.at + window, extra
                 if extra then
-                    ring.need = needed_with(extra, ring.need, window)
+                    local later_windows = ceil(extra[OWED] / gate[g + CAPACITY])
+                    ring.need = needed_with(extra, ring.need + later_windows * window, window)
                 end
             end
 --@ end
