@@ -152,7 +152,7 @@ def test_the_block_and_the_decorator_free_the_slot() -> None:
     for error in (False, True, False):
         try:
             call(error)
-            with limiter.hold("f"), pytest.raises(LimitExceeded):
+            with limiter.reserve("f"), pytest.raises(LimitExceeded):
                 call(error)
         except ZeroDivisionError:
             assert error
@@ -166,7 +166,7 @@ async def test_a_cancelled_task_frees_its_slot() -> None:
 
     @limiter.limit(key="f")
     async def call() -> None:
-        async with limiter.hold("f"):
+        async with limiter.reserve("f"):
             started.set()
             await asyncio.Event().wait()
 
@@ -199,7 +199,7 @@ async def test_a_long_block_renews_its_slot() -> None:
             yield from super()._renew(decision)
             thread_renewed.set()
 
-    async with Watched("1 at once for 60ms", store=limiter.store).hold("f"):
+    async with Watched("1 at once for 60ms", store=limiter.store).reserve("f"):
         for _ in range(5):
             renewed.clear()
             await renewed.wait()
@@ -207,7 +207,7 @@ async def test_a_long_block_renews_its_slot() -> None:
     assert (await limiter.peek("f")).remaining == 1
 
     def block() -> None:
-        with WatchedInThread("1 at once for 60ms", store=limiter.store).hold("f"):
+        with WatchedInThread("1 at once for 60ms", store=limiter.store).reserve("f"):
             end.wait()
 
     thread = threading.Thread(target=block)
@@ -250,3 +250,13 @@ async def test_waiting_for_a_slot() -> None:
     assert not waiting.done()
     await limiter.release(decision)
     assert await waiting
+
+
+def test_a_top_up_takes_no_other_slot() -> None:
+    """The reservation keeps its slot, however often it is topped up."""
+    limiter = Limiter("1000/minute; 1 at once for 60s")
+    with limiter.reserve("f", 10) as reservation:
+        for _ in range(20):
+            assert reservation.use(10)
+        assert not limiter.check("f")
+    assert limiter.check("f")
