@@ -148,7 +148,12 @@ def test_a_misspelled_algorithm_is_recognised(word: str, meant: str) -> None:
 
 
 WANTS_COUNT = "expected how many units, a whole number,"
-WANTS_PER = "expected '/', 'per' or 'in any' after the number of units"
+WANTS_PER = "expected '/', 'per', 'in any' or 'at once for' after the number of units"
+WANTS_LONGEST = "expected the longest time of a request, as in '5 at once for 60s',"
+COUNTS_REQUESTS = (
+    "'at once' counts requests in flight, so it has no burst, capacity, refill or other "
+    "algorithm; expected ';' before another limit, or the end"
+)
 WANTS_ANY = "expected 'any' after 'in', as in '5 in any minute',"
 NO_OPTION = (
     "'in any' is exact in every window, so it has no burst, capacity, refill or other algorithm; "
@@ -228,6 +233,9 @@ TOO_LONG = "expected a number of at most 18 characters,"
         ("5 in anyminute", "     ^", WANTS_ANY),
         ("5 in", "    ^", WANTS_ANY),
         ("5 any minute", "  ^", WANTS_PER),
+        ("5 at once", "         ^", WANTS_LONGEST),
+        ("5 at 60s", "     ^", WANTS_LONGEST),
+        ("5 at once for 60s burst 2", "                  ^", COUNTS_REQUESTS),
         ("5 in any", "        ^", WANTS_UNIT),
         ("5 in any 0s", "         ^", WANTS_WINDOW),
         ("5 in any minute burst 2", "                ^", NO_OPTION),

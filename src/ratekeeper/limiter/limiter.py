@@ -147,7 +147,7 @@ class Limiter(LimiterSetup):
         """Free the slots that a decision took of limits of requests in flight.
 
         Call it when the request has ended. It may be called again, and for any decision: it frees
-        no slot of another request. A `refund` of the decision frees its slots, too; so do `hold`
+        no slot of another request. A `refund` of the decision frees its slots, too; so do `reserve`
         and the decorator at the end of the block or the call. A slot that is not freed ends after
         the limit's longest time. Raises StoreError.
         """
@@ -156,9 +156,9 @@ class Limiter(LimiterSetup):
     def renew(self, decision: Decision) -> None:
         """Let the slots of a decision last for the limit's longest time from now.
 
-        For a request that takes longer: call it at a third of that time, as `hold`, the decorator
-        and the middleware do. Raises SlotLost if the time was over and other requests have all
-        slots; StoreError.
+        For a request that takes longer: call it at a third of that time, as `reserve`, the
+        decorator and the middleware do. Raises SlotLost if the time was over and other requests
+        have all slots; StoreError.
         """
         run(self._renew(decision))
 

@@ -12,7 +12,7 @@ The state is (taken_ns, slots): the time at which the last slot was taken, and t
 by its stamp. A time before taken_ns counts as that one. A slot whose end has come is free; it stays
 in the state until another one is taken.
 
-Nobody knows when the next request ends. In a steady stream, as many requests end as begin, so the
+When the next request ends is not known. In a steady stream, as many requests end as begin, so the
 time until one ends is about the time since one began. `retry_after_ns` is that guess, at least
 RETRY_MIN_NS, and at most the time until the first slot ends by itself. If it was too early, the
 next guess is about twice as long: so a client that waits alone asks a few times, and waits at most
@@ -139,6 +139,6 @@ class InFlight:
 
 NEEDS_STRICT: Final = (
     'a limit of requests in flight, such as "20 at once for 60s", is decided by the store on every '
-    "check, because nobody can return a slot that another node has leased; write consistency: "
+    "check, because a node cannot return a slot that another one has leased; write consistency: "
     "strict and scope: region"
 )

@@ -1028,7 +1028,7 @@ static bool wait_together(const part *parts, int count, int64_t now_ns, int64_t 
         return true;
     for (int i = 0; i < count; i++) {
         part then = parts[i];
-        if (then.limit->algorithm == RK_IN_FLIGHT) /* nobody knows when a request ends */
+        if (then.limit->algorithm == RK_IN_FLIGHT) /* when a request ends is not known */
             continue;
         if (!decide(&then, now_ns + decision->retry_after_ns, cost)) {
             decision->speaker = i;

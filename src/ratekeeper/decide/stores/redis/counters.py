@@ -171,7 +171,7 @@ class CheckGroup:
         return decisions
 
     def _keep(self, charge: ScriptCharge, denial: Decision) -> None:
-        # Nobody knows how long a denial for requests in flight lasts.
+        # When a request in flight ends is not known, so neither is how long its denials last.
         if charge.cost == 1 and not denial.remaining and charge.scripts.script is not SLOTS:
             self._links.cache.keep(charge, denial, self.moment, self._asked_ns)
 

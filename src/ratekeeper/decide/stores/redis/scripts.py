@@ -324,7 +324,7 @@ class RuleScripts:
         charged = 0 if charged_ns is None else max(charged_ns, 0) // NS_PER_US + 1
         return self._changed(subject, stamp, _REFUND, min(units, UNITS_MAX), charged)
 
-    def undo(self, subject: str, reply: list[int], cost: int, stamp: int) -> ScriptCall:
+    def undo(self, subject: str, reply: list[int], cost: int, stamp: int = NO_STAMP) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took, and its slot.
 
         A slot that the request had before the check is not freed.
