@@ -15,11 +15,12 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any, Final
 
+from tests.redis_servers import Single
+
 from bench.engines import shared_folder
 from bench.measure import Effort
 from bench.report import heading
 from ratekeeper import Limiter
-from tests.redis_servers import Single
 
 WORKS: Final = ("settle",)
 _RATE: Final = "1000000000/second"

@@ -3,8 +3,7 @@
     storage_uri="ratekeeper+shared:///run/app.limits"
 
 The schemes are those of `open_store` with `ratekeeper+` in front, and `async+ratekeeper+` for
-`limits.aio`. Importing this module registers them. An installed package needs no import: its
-start-up hook registers them when a program imports `limits` (docs/adr/0021).
+`limits.aio`. Importing this module registers them; `limits` knows no storage that is not imported.
 
 The strategies of `limits` decide by calls of a storage. Each call that acquires is one atomic
 decision of a store, so a limit holds exactly over all threads, processes and machines of the store:
@@ -29,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from difflib import get_close_matches
 from functools import lru_cache, wraps
 from hashlib import blake2b
@@ -96,15 +95,6 @@ WINDOW_SECONDS_MAX: Final = WINDOW_NS_MAX // NS_PER_SECOND
 # call waits longer for Redis than a Limiter does, and through the set-up of a connection.
 DEADLINE_MS_DEFAULT: Final = 1_000
 
-# Options of the Redis storages of `limits`, which passes them to redis-py, as options of our store.
-_RENAMED: Final = {
-    "socket_timeout": "deadline_ms",
-    "socket_connect_timeout": "connect_ms",
-    "ssl_ca_certs": "tls_ca",
-    "ssl_certfile": "tls_cert",
-    "ssl_keyfile": "tls_key",
-}
-_SECONDS: Final = frozenset({"socket_timeout", "socket_connect_timeout"})
 # The options of a storage that no store has.
 _OWN: Final = ("key_prefix", "wrap_exceptions")
 # How similar an unknown option is to the one that was meant; `prefix` is an option of its own.
@@ -400,15 +390,9 @@ def _store_options(
             f'for example key_prefix="shop"'
         )
     in_uri = parse_qs(rest.partition("?")[2], keep_blank_values=True)
-    on_redis = scheme.startswith(("redis", "valkey"))
-    _check_own_options(given, in_uri, (*_OWN, *_RENAMED) if on_redis else _OWN)
-    if not on_redis:
+    _check_own_options(given, in_uri)
+    if not scheme.startswith(("redis", "valkey")):
         return prefix, given
-    for name in [name for name in _RENAMED if name in given]:
-        value, ours = given.pop(name), _RENAMED[name]
-        if ours in given or ours in in_uri:
-            raise ConfigError(f"{name} and {ours} are names of one option; give one of them")
-        given[ours] = _milliseconds(name, value) if name in _SECONDS else value
     if "deadline_ms" not in in_uri:
         given.setdefault("deadline_ms", DEADLINE_MS_DEFAULT)
     if "prefix" in in_uri or "prefix" in given:
@@ -416,28 +400,18 @@ def _store_options(
     return "limits", {**given, "prefix": prefix}
 
 
-def _check_own_options(
-    given: Mapping[str, Any], in_uri: Mapping[str, Any], own: Sequence[str]
-) -> None:
+def _check_own_options(given: Mapping[str, Any], in_uri: Mapping[str, Any]) -> None:
     """Raise ConfigError for a misspelt option of a storage, or one in the URI.
 
     The store rejects all other unknown options, and lists its own.
     """
     for name in given:
-        close = get_close_matches(name, own, n=1, cutoff=_SIMILAR)
+        close = get_close_matches(name, _OWN, n=1, cutoff=_SIMILAR)
         if close and close[0] != name:
             raise ConfigError(f"storage_options has no {name}; did you mean {close[0]}?")
-    for name in own:
+    for name in _OWN:
         if name in in_uri:
             raise ConfigError(f"{name} belongs in storage_options, and not in the URI")
-
-
-def _milliseconds(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(
-            f"{name}={show(value)} is not a number of seconds above 0; for example {name}=1"
-        )
-    return round(value * 1_000, 3)
 
 
 def _blocking(
@@ -470,9 +444,8 @@ class RatekeeperStorage(
     """A storage of `limits` that counts in a Ratekeeper store.
 
     `uri` is one of `SCHEMES`; `options` are those of `open_store`, and `key_prefix` (default
-    "LIMITS"). Of redis-py's options, `socket_timeout`, `socket_connect_timeout`, `ssl_ca_certs`,
-    `ssl_certfile` and `ssl_keyfile` work, too. Errors of the store are StoreErrors, or with
-    `wrap_exceptions` StorageErrors of `limits`.
+    "LIMITS"). Errors of the store are StoreErrors, or with `wrap_exceptions` StorageErrors of
+    `limits`.
     """
 
     STORAGE_SCHEME = list(SCHEMES)  # noqa: RUF012 - `limits` declares it so

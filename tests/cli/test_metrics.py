@@ -18,7 +18,7 @@ def test_alerts() -> None:
     for rule in group["rules"]:
         assert rule["labels"]["severity"] in {"warning", "critical"}
         assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == f"docs/metrics.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
 
 
 def test_links_to_runbooks() -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import re
-import secrets
 import signal
-import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 from prometheus_client.parser import text_string_to_metric_families
 
-from ratekeeper.fleet.datagrams import DatagramCodec, Message
 from tests.conformance.stores import PATIENT
 from tests.console.operators import PHONE, RULES, ConsoleService, Operator
-from tests.redis_servers.ports import HOST, free_port
+from tests.redis_servers.ports import free_port
 from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
 from tests.service_process import ask_on
@@ -31,21 +27,11 @@ LOST = "The live connection is lost."
 
 
 class Node(ConsoleService):
-    """A service that keeps its port when it starts again, and gossips."""
+    """A service that keeps its port when it starts again."""
 
-    def __init__(self, folder: Path, redis: Single) -> None:
-        key = folder / "gossip.key"
-        key.write_text(secrets.token_hex(32) + "\n", encoding="ascii")
-        key.chmod(0o600)
-        self.gossip = (HOST, free_port())
-        options = (
-            "--store",
-            f"{redis.uri}?{PATIENT}",
-            "--gossip",
-            f"{HOST}:{self.gossip[1]}",
-            "--gossip-key",
-            str(key),
-        )
+    def __init__(self, redis: Single) -> None:
+        self.redis = redis
+        options = ("--store", f"{redis.uri}?{PATIENT}")
         # A stream that did not end by itself would delay the end of the service by a minute.
         port = ("--port", str(free_port()), "--shutdown-seconds", "60")
         super().__init__(RULES, *options, *port, workers=2)
@@ -77,23 +63,18 @@ class Node(ConsoleService):
                     decisions[key] += round(sample.value)
         return checks, decisions
 
-    def forge(self) -> None:
-        """Send a gossip message that is signed with another key."""
-        sealed = DatagramCodec("ratekeeper", [b"x" * 32]).seal(Message(1, 1))
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
-            sending.sendto(sealed, self.gossip)
-
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def service() -> Iterator[Node]:
     """Run one service. Of the tests that run in this process, the first one finds it unused."""
-    with Single() as redis, Node(tmp_path_factory.mktemp("node"), redis) as running:
+    with Single() as redis, Node(redis) as running:
         yield running
 
 
 def log_in(operator: Operator, role: str = "read") -> Page:
     """Open the overview, and wait until the stream has brought its first steps."""
-    page = operator.log_in(role)
+    operator.log_in(role)
+    page = operator.open()
     expect(page.locator("#checks-summary")).to_contain_text("The last ")
     return page
 
@@ -126,7 +107,8 @@ def _nonzero(counts: Any) -> dict[Any, int]:
 
 def test_the_charts_agree_with_the_metrics(operator: Operator, service: Node) -> None:
     """An unused service explains the first check; then each number is that of /metrics."""
-    page = operator.log_in("read")
+    operator.log_in("read")
+    page = operator.open()
     expect(page.locator("#quiet")).to_contain_text(f"curl {service.url}/v1/check")
     operator.check_accessibility()
     page.get_by_text("The checks in numbers").click()
@@ -173,26 +155,19 @@ def test_a_rule_is_chosen_by_keyboard(operator: Operator, service: Node) -> None
     expect(page.locator("#checks-legend li").last).to_have_text(re.compile(r"^at \d\d:\d\d:\d\d"))
 
 
-def test_an_alert_appears_and_leads_to_its_runbook(operator: Operator, service: Node) -> None:
+def test_a_finding_appears_and_goes(operator: Operator, service: Node) -> None:
     """Without a reload; a screen reader is told, and the title has the number."""
     page = log_in(operator)
-    expect(page.locator("#status-alerts")).to_contain_text("No alert is active")
-
-    def is_active() -> bool:
-        service.forge()
-        page.wait_for_timeout(200)
-        return "1 active alert" in page.locator("#status-alerts").inner_text()
-
-    until(is_active, "the alert is active", WAIT_S, page.locator("#status-alerts").inner_text)
-    expect(page.locator("#news")).to_have_text("Active alerts: RatekeeperGossipForged.")
-    expect(page).to_have_title("(1) Overview · Ratekeeper")
+    wait = WAIT_S * 1_000
+    expect(page.locator("#status-findings")).to_contain_text("No findings", timeout=wait)
+    service.redis.kill()
+    expect(page.locator("#status-findings")).to_contain_text("does not decide", timeout=wait)
+    expect(page.locator("#news")).to_contain_text("Findings: store")
+    expect(page).to_have_title(re.compile(r"^\(\d\) Overview · Ratekeeper$"))
     operator.check_accessibility()
-    page.get_by_role("link", name="Runbook of RatekeeperGossipForged").click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("RatekeeperGossipForged")
-    expect(page.locator("ol li").first).to_be_visible()
-    operator.check_accessibility()
-    page.get_by_role("link", name="All alerts and runbooks").click()
-    expect(page.get_by_role("heading", name="Active on this node")).to_be_visible()
+    service.redis.start()
+    expect(page.locator("#status-findings")).to_contain_text("No findings", timeout=wait)
+    expect(page.locator("#news")).to_have_text("There are no findings any more.")
     operator.check_accessibility()
 
 
@@ -216,11 +191,6 @@ def test_the_first_page_is_small(browser: Browser, service: Node) -> None:
     """With everything that it loads, and the first events of the stream."""
     operator = Operator(browser, service)
     page = operator.log_in("read")
-    cookies = operator.context.cookies()
-    operator.close()
-    operator = Operator(browser, service)
-    operator.context.add_cookies(cookies)  # type: ignore[arg-type]  # what cookies() returns
-    page = operator.page
     sizes: Counter[str] = Counter()
     session = operator.context.new_cdp_session(page)
     session.send("Network.enable")

@@ -229,7 +229,7 @@ def test_sessions_end(browser: Browser, service: ConsoleService) -> None:
             60,
         )
         each.log_in("brief")
-        assert each.page.evaluate("() => document.cookie") == ""
+        assert each.open("/audit").evaluate("() => document.cookie") == ""
         (cookie,) = each.context.cookies()
         assert (cookie["name"], cookie["httpOnly"], cookie["sameSite"], cookie["secure"]) == (
             COOKIE,

@@ -8,6 +8,8 @@ from flask import Flask, jsonify
 from flask.typing import ResponseReturnValue
 from flask_limiter import Limiter
 
+import ratekeeper.limits  # noqa: F401 - registers the storages
+
 app = Flask(__name__)
 limiter = Limiter(lambda: "all clients", app=app, storage_uri=os.environ["STORAGE_URI"])
 

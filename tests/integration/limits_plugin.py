@@ -29,7 +29,7 @@ from ratekeeper.testing import ManualClock, use_clock
 
 DAY = 86_400
 # A server on a busy machine may take longer than the default of 50 ms.
-OPTIONS = {"redis": {"socket_timeout": 10, "breaker": "off"}}
+OPTIONS = {"redis": {"deadline_ms": 10_000, "breaker": "off"}}
 
 _storages: dict[str, str] = json.loads(os.environ["LIMITS_STORAGES"])
 _outcomes: dict[str, str] = {}

@@ -70,14 +70,12 @@ NOT_RUN: Final[Table] = {
 FAILS: Final[Table] = {
     (COMMANDS, "ratekeeper rules validate limits.yaml"): (1, "fortnight"),
     (COMMANDS, "ratekeeper rules diff "): (1, "+++ "),
-    (COMMANDS, "ratekeeper rules import ratelimit.yaml"): (1, "not converted"),
     (COMMANDS, "ratekeeper entries import bad.csv"): (1, "bad.csv:3:1"),
     (COMMANDS, f"ratekeeper check {ORDER} --count 12"): (1, "denied"),
     (COMMANDS, "ratekeeper reconcile "): (1, "problem  no expiry"),
     (COMMANDS, f"{RECONCILE} --repair=all | grep"): (0, "removed"),
     ("docs/console.md", "ratekeeper console end 3f2a91c05d7e"): (2, "no session"),
     ("docs/control.md", "ratekeeper rules diff 1 2"): (1, "+++ "),
-    ("docs/migrate/envoy-ratelimit.md", "ratekeeper rules import "): (1, "not converted"),
 }
 # (page, beginning of the command): commands that first bring the folder or Redis into the state
 # that the page assumes.
@@ -85,7 +83,6 @@ BEFORE: Final[Table] = {
     ("docs/admin-api.md", "ratekeeper serve "): "rm rules.db",
     (COMMANDS, "ratekeeper rules validate limits.yaml"): "cp wrong.yaml limits.yaml",
     (COMMANDS, "ratekeeper rules diff limits.yaml"): "cp shop.yaml limits.yaml",
-    (COMMANDS, "ratekeeper rules import ratelimit.yaml"): "rm limits.yaml",
     (COMMANDS, "export RATEKEEPER_DATABASE="): "cp shop.yaml limits.yaml",
     (COMMANDS, f"ratekeeper quota {ORDER}"): f"ratekeeper reset {ORDER}",
     # `reconcile` has no default for the service. The rules of this one get too little traffic.
@@ -231,11 +228,7 @@ class World:
         (self.files / "wrong.yaml").write_text(wrong)
         (self.files / "customers.csv").write_text("subject,tier\nuser:7,pro\ntenant:initech,free\n")
         (self.files / "bad.csv").write_text("subject,tier\nuser:1,pro\nuser:2,gold\nnobody,pro\n")
-        envoy = (examples / "migrate/envoy-ratelimit/before.yaml").read_text()
-        for name in ("before.yaml", "ratelimit.yaml"):
-            (self.files / name).write_text(envoy)
-        config = {"apiVersion": "v1", "kind": "ConfigMap", "data": {"config.yaml": envoy}}
-        (self.files / "configmap.yaml").write_text(yaml.safe_dump(config))
+        shutil.copy(examples / "migrate/envoy-ratelimit/after.yaml", self.files)
         for name in ("bash_completion.d", "nginx", "nftables.d", "systemd/system"):
             (self.files / "etc" / name).mkdir(parents=True)
         for name in ("zsh/site-functions", "fish/vendor_completions.d"):
@@ -294,7 +287,6 @@ class Reader:
             (r"\brk_(?:…|\.\.\.)", world.token),
             (r"^\.venv/bin/python\b", "python"),
             # These programs change other machines, or this one.
-            (r"\bkubectl get configmap ratelimit -o yaml", "cat configmap.yaml"),
             (r'--reload "[^"]+"', "--reload true"),
             # One pass is enough.
             (r"\bratekeeper top\b", "ratekeeper top --once --interval 1"),

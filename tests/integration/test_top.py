@@ -23,6 +23,7 @@ from threading import Event, Thread
 
 import pytest
 
+from ratekeeper.service.http.tokens import create_token
 from tests.redis_servers import Single, until
 from tests.service_process import ServiceProcess, ask_on, run_to_end
 
@@ -50,13 +51,9 @@ class TokenService(ServiceProcess):
 
     def __init__(self, *options: str) -> None:
         super().__init__(RULES, *options, records=True, workers=2)
-        self.check, self.read = self._token("check"), self._token("read")
-
-    def _token(self, role: str) -> str:
-        made = run_to_end(
-            ["token", "create", role, "--role", role, "--data", str(self.data), "--json"]
-        )
-        return str(json.loads(made.stdout)["token"])
+        tokens = self.data / "tokens.json"
+        self.check = create_token(tokens, "check", "check")
+        self.read = create_token(tokens, "read", "read")
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +135,23 @@ class Terminal:
         return until(found, f"a frame with {words}", SECONDS_MAX, lambda: self.frames()[-1:])
 
     def close(self) -> int:
-        """Wait for the command, and return its exit code."""
+        """Wait for the command, and return its exit code. It has restored the terminal."""
         try:
+            until(lambda: self.read() and self.process.poll() is not None, "the end", SECONDS_MAX)
             self.read()
-            return self.process.wait(SECONDS_MAX)
         finally:
             self.process.kill()
             self.process.wait()
             os.close(self._ours)
+        assert self.written.index(ENTERED) < self.written.index(LEFT)
+        assert b"\x1b[?25h" in self.written[self.written.index(LEFT) - 20 :]  # the cursor is back
+        assert b"Traceback" not in self.written
+        assert b"Abort" not in self.written
+        return self.process.returncode
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_frames_on_a_terminal(how: signal.Signals, service: TokenService) -> None:
-    """Rates of all workers; Ctrl-C and SIGTERM end it quietly and restore the terminal."""
+def test_frames_on_a_terminal(service: TokenService) -> None:
+    """Rates of all workers; SIGTERM ends it quietly, as Ctrl-C ends it in the tests below."""
     with load(service):
         terminal = Terminal("top", "--interval", "1", "--url", service.url)
         try:
@@ -158,16 +159,9 @@ def test_frames_on_a_terminal(how: signal.Signals, service: TokenService) -> Non
             assert "2 workers" in frame
             assert "closed" in frame
             terminal.await_frame("calls took p50")
-            terminal.process.send_signal(how)
-            until(lambda: terminal.process.poll() is not None, "the command has ended", SECONDS_MAX)
+            terminal.process.send_signal(signal.SIGTERM)
         finally:
-            code = terminal.close()
-    written = terminal.written
-    assert code == 0
-    assert written.index(ENTERED) < written.index(LEFT)
-    assert b"\x1b[?25h" in written[written.index(LEFT) - 20 :]  # the cursor is back
-    assert b"Traceback" not in written
-    assert b"Abort" not in written
+            assert terminal.close() == 0
 
 
 def test_busiest_keys_need_a_token_for_reading(service: TokenService) -> None:
@@ -228,8 +222,8 @@ def test_last_frame_stays_when_the_service_stops() -> None:
 def test_once_and_json_print_one_frame(service: TokenService) -> None:
     """In a pipe: plain lines with the rates of the load."""
     with load(service):
-        done = run_to_end(["top", "--once", "--interval", "2", "--url", service.url])
-        as_json = run_to_end(["top", "--json", "--interval", "3", "--url", service.url])
+        done = run_to_end(["top", "--once", "--interval", "1", "--url", service.url])
+        as_json = run_to_end(["top", "--json", "--interval", "2", "--url", service.url])
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
@@ -265,19 +259,22 @@ def test_pipe_gets_frames_until_it_is_closed(service: TokenService) -> None:
     assert b"\x1b" not in read
 
 
-@pytest.mark.parametrize("has_token", [True, False])
-def test_unavailable_store_is_shown(service: TokenService, redis: Single, has_token: bool) -> None:
+def test_unavailable_store_is_shown(service: TokenService, redis: Single) -> None:
     """The frame shows the open breaker, and the error of the store if the caller has a token."""
-    error = f"127.0.0.1:{redis.port} failed" if has_token else "send a token to see the error"
     options = ("top", "--interval", "1", "--url", service.url)
+    errors = {
+        service.check: f"127.0.0.1:{redis.port} failed",
+        "": "send a token to see the error",
+    }
     with load(service):
         redis.pause()
         try:
-            terminal = Terminal(*options, columns=160, token=service.check if has_token else "")
-            try:
-                terminal.await_frame(f"not healthy: {error}", " open (")
-                terminal.process.send_signal(signal.SIGINT)
-            finally:
-                assert terminal.close() == 0
+            for token, error in errors.items():
+                terminal = Terminal(*options, columns=160, token=token)
+                try:
+                    terminal.await_frame(f"not healthy: {error}", " open (")
+                    terminal.process.send_signal(signal.SIGINT)
+                finally:
+                    assert terminal.close() == 0
         finally:
             redis.resume()

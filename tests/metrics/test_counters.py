@@ -464,7 +464,6 @@ def test_the_regions_are_read() -> None:
         "region_unaccepted_units": {"eu": 40},
         "region_link_state": {us: 0, ap: 1},
         "region_lag_seconds": {us: 0.25, ap: 8.5},
-        "region_clock_offset_seconds": {us: -0.002},
         "region_reports": {
             f"{us}{JOIN}accepted": 9,
             f"{us}{JOIN}pending": 2,

@@ -80,7 +80,7 @@ from ratekeeper.fleet.settings import Fleet
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.limiter import Limiter
 from ratekeeper.regions.store import only_region
-from ratekeeper.rules.document.grammar import document_schema, limit_data
+from ratekeeper.rules.document.grammar import document_schema, limit_data, to_data
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import DocumentError, DocumentPositions, read
 from ratekeeper.rules.document.safety import advice, findings, new_findings
@@ -89,11 +89,8 @@ from ratekeeper.rules.document.tree import (
     TOO_LONG,
     DocumentProblem,
 )
-from ratekeeper.rules.document.writing import to_data, to_yaml
+from ratekeeper.rules.document.writing import to_yaml
 from ratekeeper.rules.explain import Explanation, RuleExplained
-from ratekeeper.service.envoy.ratelimit_config import TOO_LONG as RATELIMIT_TOO_LONG
-from ratekeeper.service.envoy.ratelimit_config import read_config
-from ratekeeper.service.envoy.ratelimit_import import ImportAlgorithm, import_rules
 
 if TYPE_CHECKING:
     from ratekeeper.control.audit import AuditedChange, AuditPage
@@ -207,7 +204,7 @@ class RuleSource:
             return self.text
 
 
-def source_from_file(name: str, too_long: str = TOO_LONG) -> RuleSource:
+def source_from_file(name: str) -> RuleSource:
     """Read a file, or the standard input if its name is `-`. Reads once: it may be a pipe.
 
     Raises UnreadableFile, or DocumentError if the content is too long or not text.
@@ -225,7 +222,7 @@ def source_from_file(name: str, too_long: str = TOO_LONG) -> RuleSource:
     except ValueError as error:  # a null character in the name
         raise UnreadableFile(f"{shown!r}: cannot be read: {error}") from None
     if len(content) > BYTES_MAX:
-        raise DocumentError((DocumentProblem(shown, 0, 0, "", too_long),))
+        raise DocumentError((DocumentProblem(shown, 0, 0, "", TOO_LONG),))
     try:
         return RuleSource(shown, content.decode())
     except UnicodeDecodeError as error:
@@ -508,83 +505,6 @@ def schema(
     Example: ratekeeper rules schema > rules.schema.json
     """
     print_json(document_schema())
-
-
-# ── import ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@app.command("import", cls=CliCommand)
-def import_(
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE",
-            help="Configuration of envoyproxy/ratelimit, or a Kubernetes ConfigMap that contains "
-            "it; - is the standard input.",
-        ),
-    ],
-    source_format: Annotated[
-        Literal["envoy-ratelimit"], typer.Option("--from", help="The format of the files.")
-    ] = "envoy-ratelimit",
-    algorithm: Annotated[
-        ImportAlgorithm,
-        typer.Option(
-            "--algorithm",
-            help="fixed_window counts as envoyproxy/ratelimit does. token_bucket admits no double "
-            "quota around the end of a window.",
-        ),
-    ] = "fixed_window",
-    output: Annotated[
-        str, typer.Option("--output", metavar="FILE", help="The file to write; -: print it.")
-    ] = STDIN,
-    as_json: JsonOption = False,
-) -> None:
-    """Convert configuration of another rate limiter into a rule document.
-
-    The document goes to the standard output, or into a new file with --output. Everything that was
-    not converted, or that decides differently, goes to the standard error: one line each, with
-    file, line, reason and remedy. Several files make one document.
-
-    Exit code: 0 all is converted; 1 the report has lines that are not only notes; 2 nothing is
-    converted: a file cannot be read, or is not such a configuration.
-
-    Example: ratekeeper rules import ratelimit.yaml --output limits.yaml
-
-    Example: kubectl get configmap ratelimit -o yaml | ratekeeper rules import -
-    """
-    if files.count(STDIN) > 1:
-        raise ConfigError("the standard input can be read only once; give - once")
-    sources = [source_from_file(file, RATELIMIT_TOO_LONG) for file in files]
-    found = import_rules([read_config(each.text, each.name) for each in sources], algorithm)
-    if output != STDIN:
-        _write_new(Path(output), found.text)
-    code = OK if found.is_complete else PROBLEMS
-    if as_json:
-        report = [each._asdict() for each in found.findings]
-        document = to_data(found.document)
-        print_json({"exit_code": code, "from": source_format, "document": document,
-                    "report": report})  # fmt: skip
-    else:
-        for finding in found.findings:
-            print_text(str(finding), to_stderr=True)
-        if output == STDIN:
-            print_text(found.text.removesuffix("\n"))
-        else:
-            print_text(f"{output}: written, rules: {len(found.document.rules)}", to_stderr=True)
-    raise typer.Exit(code)
-
-
-def _write_new(path: Path, text: str) -> None:
-    """Write a file that does not exist yet. Raises ConfigError."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already; remove it, or give another --output") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
-    except ValueError as error:  # a null character in the name
-        raise ConfigError(f"{str(path)!r}: cannot be written: {error}") from None
 
 
 # ── history, apply, rollback ───────────────────────────────────────────────────────────────────

@@ -41,9 +41,9 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 from ratekeeper.core.errors import ConfigError, StoreUnavailable, show
+from ratekeeper.rules.document.grammar import to_data
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import from_data
-from ratekeeper.rules.document.writing import to_data
 from ratekeeper.rules.entries import EntryRow, RowFields
 
 FORMAT: Final = 1

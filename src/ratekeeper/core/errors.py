@@ -43,6 +43,7 @@ FindingCode = Literal[
     "unreachable",
 ]
 
+_SHARE_OF_REGION = "in this region, which has a share of it"
 _SHOWN_CHARACTERS_MAX = 100
 _SHOWN_FINDINGS_MAX = 20
 
@@ -147,22 +148,25 @@ class InvalidCost(ConfigError):
 class CapacityError(RatekeeperError):
     """The cost is higher than the limit's capacity, so waiting does not help."""
 
-    def __init__(self, cost: int, limit: Limit, most: int | None = None) -> None:
+    def __init__(
+        self, cost: int, limit: Limit, most: int | None = None, share: str = _SHARE_OF_REGION
+    ) -> None:
         self.cost: int = cost
         """The cost of the request."""
         self.limit: Limit = limit
         """The limit that it does not fit."""
         self.most: int = limit.capacity if most is None else most
-        """The highest cost that fits: the capacity, or a region's share of it."""
-        share = "" if most is None else " in this region, which has a share of it"
+        """The highest cost that fits: the capacity, or the share that the request may use."""
+        self._share = share
+        whose = "" if most is None else f" {share}"
         super().__init__(
             f"a cost of {show(cost)} can never fit {limit}, which holds {self.most} at most"
-            f"{share}; split the request, or raise the limit's capacity to at least that cost"
+            f"{whose}; split the request, or raise the limit's capacity to at least that cost"
         )
 
-    def __reduce__(self) -> tuple[type[CapacityError], tuple[int, Limit, int | None]]:
+    def __reduce__(self) -> tuple[type[CapacityError], tuple[int, Limit, int | None, str]]:
         most = None if self.most == self.limit.capacity else self.most
-        return type(self), (self.cost, self.limit, most)
+        return type(self), (self.cost, self.limit, most, self._share)
 
 
 class ChangeRefused(RatekeeperError):

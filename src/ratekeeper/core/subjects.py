@@ -9,6 +9,7 @@ digest: `user#5f0c…` stands for a digest, and every plain value of a user foll
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
@@ -22,6 +23,23 @@ PARTS_MAX: Final = 16
 SEPARATOR: Final = "\x1f"
 # Values longer than this are replaced by a digest if all values together are too long for a key.
 _LONG: Final = 48
+
+# The kinds of subjects that are logged with their value.
+_SHOWN: Final = frozenset(
+    {"address", "ip", "user", "tenant", "tier", "endpoint", "method", "origin"}
+)
+# The kinds of sources whose name is a part of the subject, as in `header:x-api-key:…`.
+_SOURCES: Final = frozenset(
+    {"header", "trusted_header", "unverified_claim", "claim", "query", "cookie", "session"}
+)
+_KIND: Final = re.compile(r"[a-z_]{1,32}")
+_ID: Final = re.compile(r"[0-9]{1,9}")
+_FUNCTION: Final = re.compile(r"[A-Za-z_]+(?:\.[A-Za-z_<>]+)+")
+# A digest of the middleware. It is longer than ours, so that a value which a client chose never
+# looks like the digest of another client.
+_DIGEST: Final = re.compile(r"#[0-9a-f]{32}")
+_DIGEST_BYTES: Final = 12
+_TEXT_LENGTH_MAX: Final = 100
 
 Key = str | tuple[str, ...]
 """The subject that is counted: a text such as "user:42", or a tuple such as ("acme", "42")."""
@@ -157,3 +175,39 @@ def check_by(by: Sequence[str]) -> tuple[str, ...]:
     if len(set(by)) != len(by):
         raise ConfigError(f"by={show(by)} names an attribute twice; {hint}")
     return tuple(by)
+
+
+def shown_subject(subject: str) -> str:
+    """Return a subject for a log, without secrets and of bounded length.
+
+    Values are digests, as the records of the service have them, except for kinds that hold no
+    secret, short numbers and names of functions. Unprintable characters are escaped.
+
+    >>> shown_subject("user:42"), shown_subject("shop.mail.send"), shown_subject("api_key:sk_1")
+    ('user:42', 'shop.mail.send', 'api_key:#278dea8072ad04bd591c160d')
+    """
+    text = " ".join(map(_shown_part, subject.split(SEPARATOR)))
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode("ascii")
+    return text if len(text) <= _TEXT_LENGTH_MAX else f"{text[:_TEXT_LENGTH_MAX]}…"
+
+
+def _shown_part(part: str) -> str:
+    kind, colon, value = part.partition(":")
+    if kind in _SHOWN or _FUNCTION.fullmatch(part) or not part:
+        return part
+    if not colon:
+        return _digest(part)
+    if kind in _SOURCES:
+        name, colon, rest = value.partition(":")
+        return f"{kind}:{name}:{_digest(rest)}" if colon else part
+    if not _KIND.fullmatch(kind):
+        return _digest(part)
+    return part if _ID.fullmatch(value) else f"{kind}:{_digest(value)}"
+
+
+def _digest(value: str) -> str:
+    if _DIGEST.fullmatch(value):
+        return value
+    digest = blake2b(value.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES)
+    return f"#{digest.hexdigest()}"

@@ -27,6 +27,7 @@ from ratekeeper.limiter.arguments import (
 from ratekeeper.limiter.charges import RuleCharge
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
+from ratekeeper.limiter.waiting import Priority
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.explain import Explanation
 from ratekeeper.rules.splitting import usage_of_parts
@@ -208,10 +209,14 @@ class AsyncLimiter(LimiterSetup):
         await run_async(self._reset_rules(checks))
 
     async def wait(
-        self, key: Key | Request, cost: int = 1, timeout: Duration | None = None
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        timeout: Duration | None = None,
+        priority: Priority = "interactive",
     ) -> Decision:
         """Spend `cost` units, sleeping until they fit. See Limiter.wait."""
-        return await run_async(self._wait(key, cost, timeout))
+        return await run_async(self._wait(key, cost, timeout, priority))
 
     @asynccontextmanager
     async def hold(
@@ -220,10 +225,11 @@ class AsyncLimiter(LimiterSetup):
         cost: int = 1,
         *,
         wait: Duration = 0,
+        priority: Priority = "interactive",
         refund_on_error: bool = False,
     ) -> AsyncIterator[Decision]:
         """Spend before the block runs, or raise LimitExceeded. See Limiter.hold."""
-        decision = await run_async(self._pass(key, cost, wait))
+        decision = await run_async(self._pass(key, cost, wait, priority))
         try:
             yield decision
         except BaseException:
@@ -232,7 +238,12 @@ class AsyncLimiter(LimiterSetup):
             raise
 
     def limit(
-        self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
+        self,
+        key: KeySource = None,
+        cost: CostSource = 1,
+        *,
+        wait: Duration = 0,
+        priority: Priority = "interactive",
     ) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
         """Decorate an async function: each call spends, or raises LimitExceeded."""
 
@@ -251,7 +262,7 @@ class AsyncLimiter(LimiterSetup):
             @wraps(function)
             async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait))
+                await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait, priority))
                 return await function(*args, **kwargs)
 
             return limited

@@ -18,10 +18,8 @@ begins without counts: those before the fork are the parent's.
 **Level.** `logging` prints warnings on standard error if the application configures nothing, so a
 denial is a warning: the bound keeps it from filling a terminal.
 
-**Secrets.** A subject may hold an API key, and a log is not the place for it. Values are digests,
-as the records of the service have them, except for kinds that hold none (`_SHOWN`), short numbers
-and names of functions. A client may choose a value, so unprintable characters are escaped and texts
-are quoted as JSON: a line stays one line.
+**Secrets.** A subject may hold an API key, and a log is not the place for it: `shown_subject` hides
+it. Texts are quoted as JSON: a line stays one line.
 """
 
 from __future__ import annotations
@@ -29,38 +27,19 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import re
 import threading
-from hashlib import blake2b
 from typing import Any, Final
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, SystemClock
 from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.model import UNLIMITED, CheckResult, Request
-from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, Key
+from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, Key, shown_subject
 
 LOG: Final = logging.getLogger("ratekeeper.denied")
 
 INTERVAL_NS: Final = 60 * NS_PER_SECOND
 SUBJECTS_MAX: Final = 60
-
-# The kinds of subjects that are logged with their value.
-_SHOWN: Final = frozenset(
-    {"address", "ip", "user", "tenant", "tier", "endpoint", "method", "origin"}
-)
-# The kinds of sources whose name is a part of the subject, as in `header:x-api-key:…`.
-_SOURCES: Final = frozenset(
-    {"header", "trusted_header", "unverified_claim", "claim", "query", "cookie", "session"}
-)
-_KIND: Final = re.compile(r"[a-z_]{1,32}")
-_ID: Final = re.compile(r"[0-9]{1,9}")
-_FUNCTION: Final = re.compile(r"[A-Za-z_]+(?:\.[A-Za-z_<>]+)+")
-# A digest of the middleware. It is longer than those of this log, so that a value which a client
-# chose never looks like the digest of another client.
-_DIGEST: Final = re.compile(r"#[0-9a-f]{32}")
-_DIGEST_BYTES: Final = 12
-_TEXT_LENGTH_MAX: Final = 100
 
 # The fields that name the client of a request on a deny list, which no rule counts.
 _CALLER_FIELDS: Final = ("tenant", "user", "api_key", "ip")
@@ -106,7 +85,7 @@ class DenialLog:
         now_ns = self._now_ns()
         with self._lock:
             waiting = [each for each in self._tracked.values() if each.denials]
-            lines = [_fields_of(each, now_ns, _shown(each.subject)) for each in waiting]
+            lines = [_fields_of(each, now_ns, shown_subject(each.subject)) for each in waiting]
             if self._others.denials:
                 lines.append(_fields_of(self._others, now_ns, _OTHERS))
             self._clear()
@@ -156,7 +135,7 @@ class DenialLog:
 
     def _logged(self, denied: _Denied, now_ns: int) -> dict[str, Any]:
         """Return the line of a subject, and track the subject until its next one."""
-        fields = _fields_of(denied, now_ns, _shown(denied.subject))
+        fields = _fields_of(denied, now_ns, shown_subject(denied.subject))
         denied.denials, denied.logged_ns = 0, now_ns
         self._tracked[denied.rule, denied.subject] = denied
         return fields
@@ -203,41 +182,6 @@ def _subject_of(result: CheckResult, key: Key | Request) -> str:
         key = tuple([f"{name}:{value}" for name, value in values if value is not None])
     text = key if isinstance(key, str) else SEPARATOR.join(key)
     return text[:KEY_LENGTH_MAX]
-
-
-def _shown(subject: str) -> str:
-    """Return a subject without secrets, of bounded length.
-
-    >>> _shown("address:203.0.113.7"), _shown("user:42"), _shown("shop.mail.send")
-    ('address:203.0.113.7', 'user:42', 'shop.mail.send')
-    >>> _shown("api_key:sk_1"), _shown("sk_1")
-    ('api_key:#278dea8072ad04bd591c160d', '#278dea8072ad04bd591c160d')
-    """
-    text = " ".join(map(_shown_part, subject.split(SEPARATOR)))
-    if not text.isprintable():
-        text = text.encode("unicode_escape").decode("ascii")
-    return text if len(text) <= _TEXT_LENGTH_MAX else f"{text[:_TEXT_LENGTH_MAX]}…"
-
-
-def _shown_part(part: str) -> str:
-    kind, colon, value = part.partition(":")
-    if kind in _SHOWN or _FUNCTION.fullmatch(part) or not part:
-        return part
-    if not colon:
-        return _digest(part)
-    if kind in _SOURCES:
-        name, colon, rest = value.partition(":")
-        return f"{kind}:{name}:{_digest(rest)}" if colon else part
-    if not _KIND.fullmatch(kind):
-        return _digest(part)
-    return part if _ID.fullmatch(value) else f"{kind}:{_digest(value)}"
-
-
-def _digest(value: str) -> str:
-    if _DIGEST.fullmatch(value):
-        return value
-    digest = blake2b(value.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES)
-    return f"#{digest.hexdigest()}"
 
 
 denials: Final = DenialLog(SystemClock())

@@ -22,6 +22,7 @@ from ratekeeper.limiter.arguments import (
 )
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
+from ratekeeper.limiter.waiting import Priority
 from ratekeeper.rules.explain import Explanation
 
 P = ParamSpec("P")
@@ -125,15 +126,24 @@ class Limiter(LimiterSetup):
         """Forget the spent and granted units of the key. Raises StoreError."""
         run(self._reset(key))
 
-    def wait(self, key: Key | Request, cost: int = 1, timeout: Duration | None = None) -> Decision:
+    def wait(
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        timeout: Duration | None = None,
+        priority: Priority = "interactive",
+    ) -> Decision:
         """Spend `cost` units, sleeping until they fit; at most `timeout` seconds in all.
 
-        Returns a denial at once if the wait would be longer than the timeout. It also sleeps a
-        leaky bucket's delay, so the caller can proceed at once after an allowed decision. While the
+        Requests of this process that wait for the same subject are served first come, first served.
+        Returns a denial at once if the wait would be longer than the timeout, and if 1,000 requests
+        wait for the subject already. `priority="batch"` leaves a fifth of each limit to others, and
+        lets all others that wait go first. It also sleeps a leaky bucket's delay, so the caller can
+        proceed at once after an allowed decision. While the
         store is unavailable and `on_failure` is "open", it limits by the counts of this machine,
         as `hold` and the decorator do: an outage does not lift the limit.
         """
-        return run(self._wait(key, cost, timeout))
+        return run(self._wait(key, cost, timeout, priority))
 
     @contextmanager
     def hold(
@@ -142,14 +152,15 @@ class Limiter(LimiterSetup):
         cost: int = 1,
         *,
         wait: Duration = 0,
+        priority: Priority = "interactive",
         refund_on_error: bool = False,
     ) -> Iterator[Decision]:
         """Spend before the block runs; raise LimitExceeded instead of running it if denied.
 
-        `wait` is how many seconds to wait for room. With `refund_on_error` a block that raises
-        costs nothing.
+        `wait` is how many seconds to wait for room, and `priority` is as in `wait`. With
+        `refund_on_error` a block that raises costs nothing.
         """
-        decision = run(self._pass(key, cost, wait))
+        decision = run(self._pass(key, cost, wait, priority))
         try:
             yield decision
         except BaseException:
@@ -158,12 +169,17 @@ class Limiter(LimiterSetup):
             raise
 
     def limit(
-        self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
+        self,
+        key: KeySource = None,
+        cost: CostSource = 1,
+        *,
+        wait: Duration = 0,
+        priority: Priority = "interactive",
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a function: each call spends, and raises LimitExceeded when denied.
 
         `key` is a key, or a function of the call's arguments that returns one; by default the
-        decorated function itself is the key. `cost` likewise. `wait` as in `hold`.
+        decorated function itself is the key. `cost` likewise. `wait` and `priority` as in `hold`.
         """
 
         def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -173,7 +189,7 @@ class Limiter(LimiterSetup):
             @wraps(function)
             def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                run(self._pass(subject, cost_of(cost, args, kwargs), wait))
+                run(self._pass(subject, cost_of(cost, args, kwargs), wait, priority))
                 return function(*args, **kwargs)
 
             return limited

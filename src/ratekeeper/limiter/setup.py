@@ -48,6 +48,7 @@ from ratekeeper.limiter.arguments import explains
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
 from ratekeeper.limiter.verbs import LimiterVerbs
+from ratekeeper.limiter.waiting import WaitingQueues, queues_of
 from ratekeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
 from ratekeeper.metrics.tally import Counts, RuleCounts, Tally
 from ratekeeper.regions.settings import Regions, Scope, across_of, regions_of, require_shares
@@ -213,6 +214,7 @@ class LimiterSetup(LimiterVerbs):
         self._local_fallback = local_fallback_of(local_fallback)
         self._local = LocalLimits(self._local_fallback, self._clock)
         self._store, self._owns_store = node_store_of(store, fleet, regions, self._clock)
+        self._queues = queues_of(self._store)
         self._regions = regions_in(self._store)
         shared = shared_store(self._store)
         self._local.monitor = None if shared is None else shared.monitor
@@ -284,6 +286,11 @@ class LimiterSetup(LimiterVerbs):
     def store(self) -> Store:
         """The store, to share with another limiter."""
         return self._store
+
+    @property
+    def queues(self) -> WaitingQueues:
+        """The requests of this process that wait for room, on all limiters of the store."""
+        return self._queues
 
     @property
     def fleet(self) -> FleetMonitor | None:

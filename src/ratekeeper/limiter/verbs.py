@@ -45,6 +45,18 @@ from ratekeeper.limiter.charges import RuleCharge, charges_in, owing, refunding
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
+from ratekeeper.limiter.waiting import (
+    BEHIND_NS_MIN,
+    LOOK_S_MAX,
+    Priority,
+    SharedTurn,
+    Waiter,
+    WaitingQueues,
+    check_priority,
+    jitter_ns,
+    leaving_room,
+    places_of,
+)
 from ratekeeper.metrics.tally import Counts
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
@@ -73,6 +85,8 @@ class LimiterVerbs:
     _clock: Clock
     _on_failure: FailurePolicy
     _local: LocalLimits
+    _queues: WaitingQueues
+    """The requests that wait on the store."""
     _counts: Counts
 
     # The public verbs, which steps call. Those of AsyncLimiter are awaited.
@@ -311,22 +325,133 @@ class LimiterVerbs:
 
     # ── Wait ───────────────────────────────────────────────────────────────────────────────────
 
-    def _wait(self, key: Key | Request, cost: int, timeout: Duration | None) -> Steps[Decision]:
+    def _wait(
+        self,
+        key: Key | Request,
+        cost: int,
+        timeout: Duration | None,
+        priority: Priority = "interactive",
+    ) -> Steps[Decision]:
+        """Wait for room: an interactive request in the queue of its subject (`waiting.py`)."""
+        check_priority(priority)
         deadline_ns: int | None = None
         if timeout is not None:
             deadline_ns = self._clock.now_ns() + duration_ns(
                 "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
             )
+        waiter = self._queues.arrive(cost)
+        turn = SharedTurn(self._store, self._clock, self._sleep)
+        try:
+            decision = yield from self._until_served(waiter, turn, key, cost, deadline_ns, priority)
+        except GeneratorExit:  # an abandoned task cannot call the store; its turn expires
+            raise
+        except BaseException:
+            yield from turn.give()
+            raise
+        finally:
+            self._queues.leave(waiter)
+        yield from turn.give()
+        return decision
+
+    def _until_served(
+        self,
+        waiter: Waiter,
+        turn: SharedTurn,
+        key: Key | Request,
+        cost: int,
+        deadline_ns: int | None,
+        priority: Priority,
+    ) -> Steps[Decision]:
+        """Ask until there is room, or until the deadline would be passed."""
+        is_interactive = priority == "interactive"
+        if not is_interactive:
+            turn.aim(places_of(self._plan(key, cost)))
         while True:
-            decision = yield from self._counted_check(key, cost)
-            pause_ns = _pause_ns(decision)
+            if is_interactive:
+                denial = yield from self._turn(waiter, key, cost, deadline_ns)
+                if denial is not None:
+                    self.log_denial(key, denial)
+                    return denial
+            yield from turn.take(deadline_ns)
+            decision = yield from self._prioritised_check(key, cost, priority)
+            pause_ns, now_ns = _pause_ns(decision), self._clock.now_ns()
             if deadline_ns is not None and pause_ns:
-                late_ns = self._clock.now_ns() + pause_ns - deadline_ns
+                late_ns = now_ns + pause_ns - deadline_ns
                 if late_ns > 0:
                     return (yield from self._too_late(key, cost, decision, late_ns))
-            yield from self._pause(key, cost, decision)
             if decision.allowed:
-                return decision_with(decision, delay_ns=0)
+                yield from turn.give()
+                self._queues.leave(waiter, decision.remaining)
+                yield from self._pause(key, cost, decision)
+                return decision_with(decision, delay_ns=0) if decision.delay_ns else decision
+            places = places_of(self._plan(key, cost), decision)
+            if is_interactive and not self._queues.denied(waiter, places, pause_ns, now_ns):
+                self.log_denial(key, decision)
+                return decision
+            yield from turn.denied(places, pause_ns, may_keep=is_interactive)
+            spread_ns = jitter_ns(self._store, pause_ns)
+            if deadline_ns is not None:
+                spread_ns = min(spread_ns, deadline_ns - now_ns - pause_ns)
+            yield Call(self._sleep, seconds_from_ns(pause_ns + spread_ns))
+
+    def _turn(
+        self, waiter: Waiter, key: Key | Request, cost: int, deadline_ns: int | None
+    ) -> Steps[Decision | None]:
+        """Wait until no earlier request waits for a subject of this one.
+
+        Returns a denial if that certainly takes too long, or if too many requests wait.
+        """
+        if self._queues.are_empty or switches.limiting_off:
+            return None
+        waiter.watched = places_of(self._plan(key, cost))
+        earliest_ns: int | None = None
+        while (ahead_ns := self._queues.ahead_ns(waiter)) is not None:
+            has_joined = self._queues.join(waiter)
+            if earliest_ns is None:
+                # A cost that never fits raises CapacityError now, not when its turn has come.
+                decision: Decision = yield Call(self.peek, key, cost)
+                earliest_ns = self._clock.now_ns() + decision.retry_after_ns
+            ahead_ns = max(ahead_ns, self._clock.now_ns() + 1)
+            if not has_joined or (
+                deadline_ns is not None and max(ahead_ns, earliest_ns) > deadline_ns
+            ):
+                return (yield from self._behind(key, cost, ahead_ns))
+            left_s = LOOK_S_MAX
+            if deadline_ns is not None:
+                left_s = seconds_from_ns(deadline_ns - self._clock.now_ns())
+            yield Call(self._queues.turn, waiter, left_s)
+        return None
+
+    def _behind(self, key: Key | Request, cost: int, ahead_ns: int) -> Steps[Decision]:
+        """Return the denial of a request that may not ask before those ahead of it.
+
+        Its retry time is that of the front of the queue, or its own if that is longer.
+        """
+        peeked: Decision = yield Call(self.peek, key, cost)
+        ahead_ns = max(ahead_ns - self._clock.now_ns(), BEHIND_NS_MIN)
+        retry_ns = max(peeked.retry_after_ns, ahead_ns)
+        return decision_with(peeked, allowed=False, retry_after_ns=retry_ns, delay_ns=0)
+
+    def _prioritised_check(
+        self, key: Key | Request, cost: int, priority: Priority
+    ) -> Steps[Decision]:
+        """Check; a batch request is also denied the last fifth of each limit, and by waiters."""
+        if priority == "interactive" or switches.limiting_off:
+            return (yield from self._counted_check(key, cost))
+        plan = self._plan(key, cost)
+        ahead_ns = self._queues.front_asks_ns(places_of(plan))
+        if ahead_ns is not None:
+            return (yield from self._behind(key, cost, ahead_ns))
+        denial = yield from leaving_room(self._store.counter, plan, spent=False)
+        if denial is not None:
+            return denial
+        decision = yield from self._counted_check(key, cost)
+        if decision.allowed:
+            denial = yield from leaving_room(self._store.counter, plan, spent=True)
+        if denial is None:
+            return decision
+        yield from self._take_back(key, cost, decision)
+        return denial
 
     def _counted_check(self, key: Key | Request, cost: int) -> Steps[Decision]:
         """Check; if the store fails and the policy is `open`, count on this machine instead."""
@@ -359,12 +484,15 @@ class LimiterVerbs:
         self.log_denial(key, decision)
         return decision
 
-    def _pass(self, key: Key | Request, cost: int, wait: Duration) -> Steps[Decision]:
+    def _pass(
+        self, key: Key | Request, cost: int, wait: Duration, priority: Priority = "interactive"
+    ) -> Steps[Decision]:
         """Check, or wait for room, and sleep the delay. Raises LimitExceeded for a denial."""
         if wait:
-            decision = yield from self._wait(key, cost, wait)
+            decision = yield from self._wait(key, cost, wait, priority)
         else:
-            decision = yield from self._counted_check(key, cost)
+            check_priority(priority)
+            decision = yield from self._prioritised_check(key, cost, priority)
             if not decision.allowed:
                 self.log_denial(key, decision)
         if not decision.allowed:

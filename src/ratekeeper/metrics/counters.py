@@ -120,6 +120,8 @@ FAMILIES: Final = (
     MetricFamily("breaker_opened", "counter", "How often a breaker opened.", ("server",)),
     MetricFamily("denied_cache_hits", "counter", "Denials answered by the denial cache."),
     MetricFamily("coalesced_checks", "counter", "Checks that shared a store call with another."),
+    MetricFamily("waiting_requests", "gauge", "Requests that wait for room in a queue."),
+    MetricFamily("waiting_longest", "gauge", "Requests in the longest queue.", (), "max"),
     MetricFamily("penalties", "counter", "Cool-downs and blocks given.", ("rule", "kind")),
     MetricFamily(
         "settled_units", "counter", "Units charged later, above the reservation.", ("rule",)
@@ -200,13 +202,6 @@ FAMILIES: Final = (
         "region_lag_seconds",
         "gauge",
         "The age of the oldest total not yet reported to the other region.",
-        ("region", "peer"),
-        "max",
-    ),
-    MetricFamily(
-        "region_clock_offset_seconds",
-        "gauge",
-        "The clock of the other region's store minus that of this region's.",
         ("region", "peer"),
         "max",
     ),
@@ -574,8 +569,6 @@ def _put_region(found: MetricsSnapshot, here: RegionStatus) -> None:
         labels = here.region, link.peer
         found.put("region_link_state", _LINKS[link.state], *labels)
         found.put("region_lag_seconds", round(link.lag_s, 3), *labels)
-        if link.clock_offset_s is not None:
-            found.put("region_clock_offset_seconds", round(link.clock_offset_s, 3), *labels)
 
 
 class LimiterMetrics:
@@ -726,6 +719,14 @@ def lost_snapshot() -> MetricsSnapshot:
     return found
 
 
+def waiting_snapshot(queues: Any) -> MetricsSnapshot:
+    """Return how many requests wait on one store."""
+    found, now = MetricsSnapshot(), queues.stats()
+    found.put("waiting_requests", now.waiters)
+    found.put("waiting_longest", now.longest)
+    return found
+
+
 def store_snapshot(monitor: StoreMonitor | None) -> MetricsSnapshot:
     """Return the counts of a remote store; other stores have no monitor and count nothing."""
     found = MetricsSnapshot()
@@ -786,6 +787,7 @@ class ProcessMetrics:
                 self._note("limiter", limiter, lambda it: LimiterMetrics(it).limiter_snapshot)
                 self._note("monitor", monitor, lambda it: partial(store_snapshot, it))
                 self._note("fleet", limiter.fleet, lambda it: FleetMetrics(it).snapshot)
+                self._note("waiting", limiter.queues, lambda it: partial(waiting_snapshot, it))
                 self._note("regions", limiter.regions, lambda it: partial(regions_snapshot, it))
             total = MetricsSnapshot()
             total.add(self._deleted)

@@ -23,10 +23,9 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import NAME_LENGTH_MAX
 from ratekeeper.core.rates import UNIT_NS
-from ratekeeper.rules.document.grammar import check_override_id, check_owner
+from ratekeeper.rules.document.grammar import check_override_id, check_owner, to_data
 from ratekeeper.rules.document.model import Document, Override
 from ratekeeper.rules.document.reading import from_data
-from ratekeeper.rules.document.writing import to_data
 from ratekeeper.rules.matching.lists import canonical_entry
 from ratekeeper.rules.matching.patterns import compile_network
 

@@ -24,7 +24,12 @@ from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import Limits, Request
 from ratekeeper.rules.document.model import OWNERS, Override, OverrideOwner
 from ratekeeper.rules.matching.lists import Lists
-from ratekeeper.rules.matching.patterns import Network, address_of, compile_network
+from ratekeeper.rules.matching.patterns import (
+    Network,
+    NetworkTable,
+    address_of,
+    compile_network,
+)
 
 if TYPE_CHECKING:
     from ratekeeper.rules.entries import RowFields
@@ -48,39 +53,47 @@ _PLAIN: Final = re.compile(
 class OwnerTable(Generic[_Item]):
     """Items by the user, API key, tenant or network that they belong to; the newest item first."""
 
-    __slots__ = ("_by_owner", "_kinds", "_lengths")
+    __slots__ = ("_by_owner", "_kinds", "_networks")
 
     def __init__(self) -> None:
         # One item as it is, several as a list: nearly every owner has one.
         self._by_owner: dict[str, _Item | list[_Item]] = {}
+        self._networks: NetworkTable[_Item | list[_Item]] = NetworkTable()
         # The kinds of owners that occur, except addresses.
         self._kinds: tuple[str, ...] = ()
-        # By IP version: the prefix lengths that occur, the longest first, and the bits to shift by.
-        self._lengths: dict[int, tuple[tuple[int, int], ...]] = {4: (), 6: ()}
 
     def __bool__(self) -> bool:
-        return bool(self._by_owner)
+        return bool(self._by_owner or self._networks)
 
     def add(self, attribute: OverrideOwner, value: str, item: _Item) -> None:
         """Put an item before the other items of its owner."""
-        owner = self._key(attribute, value)
-        present = self._by_owner.get(owner)
-        if present is None:
-            self._by_owner[owner] = item
-        else:
-            self._by_owner[owner] = [item, *_several(present)]
+        self.replace(attribute, value, [item, *self.of(attribute, value)])
 
     def replace(self, attribute: OverrideOwner, value: str, items: list[_Item]) -> None:
         """Give an owner these items; none removes it."""
-        owner = self._key(attribute, value)
-        if items:
-            self._by_owner[owner] = items[0] if len(items) == 1 else items
+        owner = compile_network(value) if attribute == "ip" else f"{attribute}:{value}"
+        if attribute != "ip" and attribute not in self._kinds:
+            self._kinds = tuple(each for each in OWNERS if each in {*self._kinds, attribute})
+        self._put(owner, items)
+
+    def _put(self, owner: str | Network, items: list[_Item]) -> None:
+        held = items[0] if len(items) == 1 else items
+        if isinstance(owner, str):
+            if items:
+                self._by_owner[owner] = held
+            else:
+                self._by_owner.pop(owner, None)
+        elif items:
+            self._networks.add(owner, held)
         else:
-            self._by_owner.pop(owner, None)
+            self._networks.remove(owner)
 
     def of(self, attribute: OverrideOwner, value: str) -> list[_Item]:
         """Return the items of one owner."""
-        found = self._by_owner.get(self._key(attribute, value))
+        if attribute == "ip":
+            found = self._networks.get(compile_network(value))
+        else:
+            found = self._by_owner.get(f"{attribute}:{value}")
         return [] if found is None else _several(found)
 
     def find(self, request: Request) -> Iterator[tuple[str, _Item]]:
@@ -93,52 +106,29 @@ class OwnerTable(Generic[_Item]):
                 if found is not None:
                     for item in _several(found):
                         yield f"{attribute}:{value}", item
-        if (self._lengths[4] or self._lengths[6]) and isinstance(request.ip, str):
-            yield from self._find_address(request.ip)
+        if self._networks and isinstance(request.ip, str):
+            address = address_of(request.ip)
+            around = () if address is None else tuple(self._networks.find(address))
+            for network, found in reversed(around):  # the narrowest first
+                for item in _several(found):
+                    yield f"ip:{network}", item
 
     def owners(self) -> Iterator[str]:
         """Yield the owners except networks: `user:42`. Another thread may change the table."""
-        for owner in keys_of(self._by_owner):
-            if not owner.startswith("ip:"):
-                yield owner
-
-    def _find_address(self, text: str) -> Iterator[tuple[str, _Item]]:
-        address = address_of(text)
-        if address is None:
-            return
-        version, number = address
-        for length, shift in self._lengths[version]:
-            found = self._by_owner.get(_network_key(version, length, number >> shift))
-            if found is not None:
-                owner = f"ip:{Network(version, length, number >> shift)}"
-                for item in _several(found):
-                    yield owner, item
+        return keys_of(self._by_owner)
 
     def drop(self, is_over: Callable[[_Item], bool]) -> int:
         """Remove the items that are over; return how many."""
         count = 0
-        for owner, found in list(self._by_owner.items()):
+        each: list[tuple[str | Network, _Item | list[_Item]]] = list(self._by_owner.items())
+        each += self._networks.items()
+        for owner, found in each:
             items = _several(found)
             left = [item for item in items if not is_over(item)]
-            if len(left) == len(items):
-                continue
-            count += len(items) - len(left)
-            if left:
-                self._by_owner[owner] = left[0] if len(left) == 1 else left
-            else:
-                del self._by_owner[owner]
+            if len(left) < len(items):
+                count += len(items) - len(left)
+                self._put(owner, left)
         return count
-
-    def _key(self, attribute: OverrideOwner, value: str) -> str:
-        if attribute != "ip":
-            if attribute not in self._kinds:
-                self._kinds = tuple(each for each in OWNERS if each in {*self._kinds, attribute})
-            return f"{attribute}:{value}"
-        version, length, prefix = network = compile_network(value)
-        lengths = self._lengths[version]
-        if (length, network.shift) not in lengths:
-            self._lengths[version] = tuple(sorted((*lengths, (length, network.shift)))[::-1])
-        return _network_key(version, length, prefix)
 
 
 def keys_of(table: Mapping[str, object]) -> Iterator[str]:
@@ -162,10 +152,6 @@ def keys_of(table: Mapping[str, object]) -> Iterator[str]:
 
 def _several(found: _Item | list[_Item]) -> list[_Item]:
     return found if isinstance(found, list) else [found]
-
-
-def _network_key(version: int, length: int, prefix: int) -> str:
-    return f"ip:{version}/{length}/{prefix:x}"
 
 
 class EntryTable:

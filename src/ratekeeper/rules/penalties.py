@@ -41,12 +41,10 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from ratekeeper.core import switches
@@ -55,7 +53,7 @@ from ratekeeper.core.errors import CapacityError, StoreError
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit
 from ratekeeper.core.steps import Call, Steps
-from ratekeeper.core.subjects import SEPARATOR
+from ratekeeper.core.subjects import shown_subject
 from ratekeeper.decide.store import Charge, Counter
 from ratekeeper.metrics.tally import RuleCounts
 from ratekeeper.rules.compiled import MakeCounter, RuleCheck
@@ -406,7 +404,7 @@ class Penalties:
             "a block" if penalty.blocked else "a cool-down",
             penalty.seconds,
             penalty.level,
-            _pseudonym(penalty.subject),
+            shown_subject(penalty.subject),
         )
         if self.listener is not None:
             try:
@@ -433,14 +431,3 @@ class Penalties:
 
 def _key(check: RuleCheck) -> TrackedKey:
     return check.rule.id, check.subject
-
-
-def _pseudonym(subject: str) -> str:
-    """Return a name of a subject for logs: always the same, without the key it may contain.
-
-    >>> _pseudonym("api_key:sk_1")
-    'api_key:#458f48e6efe6'
-    """
-    digest = blake2b(subject.encode("utf-8", "replace"), digest_size=6).hexdigest()
-    name = re.split(f"[:#{SEPARATOR}]", subject, maxsplit=1)[0]
-    return f"{name}:#{digest}"

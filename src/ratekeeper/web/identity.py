@@ -1,17 +1,8 @@
 """Who sent a request: fields for rules, or a key for limits.
 
-A *source* says where to look for a value. Sources are tried in order, and the first one that finds
-a value wins. A source is text, or a function from a WebRequest to text:
-
-    header:X-API-Key    a header
-    trusted_header:X-User  a header that only a trusted proxy may send
-    bearer              the token of `Authorization: Bearer …`
-    unverified_claim:sub  a claim of that token that is not verified: see `claims.Claim` for when
-                        that is safe. A verified claim is a Claim with a key
-    query:key           a query field
-    cookie:sid          a cookie
-    session:user_id     a value of the framework's session
-    address             the client's address, behind trusted proxies
+A *source* says where to look for a value; `IdentitySource` lists them. Sources are tried in order,
+and the first one that finds a value wins. `claims.Claim` says when a claim that is not verified is
+safe.
 
 Nothing that a client sends is an error here. An empty value counts as absent. A value that is too
 long for a key, or not printable, is counted by its digest. Tokens, cookies and the Authorization

@@ -29,9 +29,10 @@ is unbounded. If no route is known, the endpoint is the path.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import quote_from_bytes, unquote_plus
 
 from ratekeeper.core.subjects import SEPARATOR
@@ -57,62 +58,61 @@ _FULL_MATCH: Final = 2
 DEPTH_MAX: Final = 32
 
 
-class WebRequest(Protocol):
+class WebRequest(ABC):
     """A request, before it is decided."""
+
+    __slots__ = ("address_of", "native")
 
     address_of: Callable[[WebRequest], str | None]
     """Finds `address`. The enforcer sets it, because the trusted proxies are its options."""
-
-    @property
-    def method(self) -> str:
-        """The HTTP method; GET for a WebSocket."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """The requested path, percent-encoded, without the query."""
-        ...
-
-    @property
-    def route(self) -> str | None:
-        """The route's template, such as /users/{id}; None if it is not known."""
-        ...
-
-    @property
-    def peer(self) -> str | None:
-        """The address of the other end of the socket; None for a Unix socket."""
-        ...
+    native: Any
+    """The framework's own request object, for hooks; by default the scope or the environ."""
 
     @property
     def address(self) -> str | None:
         """The client's address, behind trusted proxies; None if it is unknown."""
-        ...
+        return self.address_of(self)
 
     @property
-    def native(self) -> Any:
-        """The framework's own request object, for hooks."""
-        ...
+    @abstractmethod
+    def method(self) -> str:
+        """The HTTP method; GET for a WebSocket."""
 
     @property
+    @abstractmethod
+    def path(self) -> str:
+        """The requested path, percent-encoded, without the query."""
+
+    @property
+    @abstractmethod
+    def route(self) -> str | None:
+        """The route's template, such as /users/{id}; None if it is not known."""
+
+    @property
+    @abstractmethod
+    def peer(self) -> str | None:
+        """The address of the other end of the socket; None for a Unix socket."""
+
+    @property
+    @abstractmethod
     def session(self) -> Mapping[str, Any] | None:
         """The framework's session; None if there is no session."""
-        ...
 
+    @abstractmethod
     def header(self, name: str) -> str | None:
         """Return a header, its lines joined by commas; None if it is absent."""
-        ...
 
+    @abstractmethod
     def lines(self, name: str) -> list[str]:
         """Return the lines of a header, if the server kept them apart."""
-        ...
 
+    @abstractmethod
     def query(self, name: str) -> str | None:
         """Return a query field, decoded; UNCLEAR if it has different values."""
-        ...
 
+    @abstractmethod
     def cookie(self, name: str) -> str | None:
         """Return a cookie; None if it has different values."""
-        ...
 
 
 def peer_of(request: WebRequest) -> str | None:
@@ -123,35 +123,23 @@ def peer_of(request: WebRequest) -> str | None:
 # ── ASGI ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class AsgiRequest:
+class AsgiRequest(WebRequest):
     """A WebRequest over an ASGI scope, of HTTP or a WebSocket."""
 
-    __slots__ = ("_native", "address_of", "scope")
+    __slots__ = ("scope",)
 
     def __init__(self, scope: MutableMapping[str, Any], native: Any = None) -> None:
         self.scope = scope
-        self._native = native
-        self.address_of: Callable[[WebRequest], str | None] = peer_of
-
-    @property
-    def address(self) -> str | None:
-        """The client's address, behind trusted proxies; None if it is unknown."""
-        return self.address_of(self)
-
-    @property
-    def native(self) -> Any:
-        """The framework's own object, or the scope."""
-        return self.scope if self._native is None else self._native
+        self.native = scope if native is None else native
+        self.address_of = peer_of
 
     @property
     def method(self) -> str:
-        """The HTTP method; GET for a WebSocket."""
         method = self.scope.get("method")
         return method if isinstance(method, str) else "GET"
 
     @property
     def path(self) -> str:
-        """The requested path, percent-encoded, without the query."""
         raw, path = self.scope.get("raw_path"), self.scope.get("path")
         # Applications route by the decoded path, in which %2F is an ordinary slash. So the decoded
         # path is encoded again; otherwise /admin%2Fkeys would escape a limit on /admin/keys. The
@@ -170,7 +158,6 @@ class AsgiRequest:
 
     @property
     def peer(self) -> str | None:
-        """The address of the other end of the socket; None for a Unix socket."""
         client = self.scope.get("client")
         host = client[0] if client else None
         return host if isinstance(host, str) and host else None
@@ -182,11 +169,9 @@ class AsgiRequest:
         return session
 
     def header(self, name: str) -> str | None:
-        """Return a header, its lines joined by commas; None if it is absent."""
         return self._joined(name, b", ")
 
     def lines(self, name: str) -> list[str]:
-        """Return the lines of a header."""
         wanted = _raw_name(name)
         headers = self.scope.get("headers") or ()
         return [value.decode("latin-1") for key, value in headers if key == wanted]
@@ -200,12 +185,10 @@ class AsgiRequest:
         return None if found is None else found.decode("latin-1")
 
     def query(self, name: str) -> str | None:
-        """Return a query field, decoded; UNCLEAR if it has different values."""
         raw: bytes = self.scope.get("query_string") or b""
         return query_field(raw[: CHARACTERS_MAX + 1].decode("latin-1"), name) if raw else None
 
     def cookie(self, name: str) -> str | None:
-        """Return a cookie; None if it has different values."""
         # HTTP/2 may send each cookie in a line of its own (RFC 9113, 8.2.3).
         text = self._joined("cookie", b"; ")
         return cookie_of(text, name) if text else None
@@ -229,8 +212,7 @@ class RoutedAsgiRequest(AsgiRequest):
 
     def __init__(self, scope: MutableMapping[str, Any], app: Any = None) -> None:
         """Take the routes from `app` if the scope does not name the application."""
-        self.scope = scope
-        self._native = None
+        self.scope = self.native = scope
         self.address_of = peer_of
         self.app = app
 
@@ -371,14 +353,17 @@ def _flat(routes: Iterable[Any], depth: int) -> Iterable[Any]:
 # ── WSGI ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class WsgiRequest:
+class WsgiRequest(WebRequest):
     """A WebRequest over a WSGI environ. Django's `request.META` is one too.
 
     Frameworks that know the path or the route better than the environ pass them in. Django writes
     a decoded path into the environ, so its integration must pass the path.
     """
 
-    __slots__ = ("_native", "_path", "address_of", "environ", "route", "session")
+    __slots__ = ("_path", "environ", "route", "session")
+
+    route: str | None
+    session: Mapping[str, Any] | None
 
     def __init__(
         self,
@@ -390,21 +375,11 @@ class WsgiRequest:
         route: str | None = None,
     ) -> None:
         self.environ = environ
-        self._native = native
+        self.native = environ if native is None else native
         self.session = session
         self._path = path
         self.route = route
-        self.address_of: Callable[[WebRequest], str | None] = peer_of
-
-    @property
-    def address(self) -> str | None:
-        """The client's address, behind trusted proxies; None if it is unknown."""
-        return self.address_of(self)
-
-    @property
-    def native(self) -> Any:
-        """The framework's own object, or the environ."""
-        return self.environ if self._native is None else self._native
+        self.address_of = peer_of
 
     @property
     def method(self) -> str:
@@ -414,7 +389,6 @@ class WsgiRequest:
 
     @property
     def path(self) -> str:
-        """The requested path, percent-encoded, without the query."""
         if self._path is not None:
             return self._path
         text = f"{self.environ.get('SCRIPT_NAME') or ''}{self.environ.get('PATH_INFO') or ''}"
@@ -426,11 +400,9 @@ class WsgiRequest:
 
     @property
     def peer(self) -> str | None:
-        """The address of the other end of the socket; None for a Unix socket."""
         return self.environ.get("REMOTE_ADDR") or None
 
     def header(self, name: str) -> str | None:
-        """Return a header, its lines joined by commas; None if it is absent."""
         key = name.upper().replace("-", "_")
         if key not in {"CONTENT_TYPE", "CONTENT_LENGTH"}:
             key = f"HTTP_{key}"
@@ -443,12 +415,10 @@ class WsgiRequest:
         return [] if value is None else [value]
 
     def query(self, name: str) -> str | None:
-        """Return a query field, decoded; UNCLEAR if it has different values."""
         text: str = self.environ.get("QUERY_STRING") or ""
         return query_field(text, name) if text else None
 
     def cookie(self, name: str) -> str | None:
-        """Return a cookie; None if it has different values."""
         text = self.header("cookie")
         return cookie_of(text, name) if text else None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ import yaml
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.metrics import operations
 from ratekeeper.metrics.counters import FAMILIES, MetricFamily
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_every_alert_has_a_test() -> None:
@@ -123,15 +120,3 @@ def test_a_rules_file_that_is_not_one_file_is_rejected(name: str) -> None:
     """Promtool would take some of these characters for a pattern."""
     with pytest.raises(ConfigError, match="not the path of one file"):
         operations.alert_tests(rules_file=name)
-
-
-def test_the_runbooks_are_those_of_the_documentation() -> None:
-    """The package ships no docs, so it has a copy. Change a runbook in both files."""
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    sections = page.split("\n### ")[1:]
-    written = {name: text.strip() for name, _, text in (each.partition("\n") for each in sections)}
-    assert operations.runbooks() == written
-    assert list(operations.runbooks()) == list(written)
-    assert sorted(operations.runbooks()) == sorted(operations.described())
-    for each in operations.described().values():
-        assert each.runbook == each.alert.lower()

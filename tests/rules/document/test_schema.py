@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given
 from jsonschema import Draft202012Validator
 
-from ratekeeper.rules.document.grammar import document_schema
+from ratekeeper.rules.document.grammar import document_schema, to_data
 from ratekeeper.rules.document.model import Override, PenaltySettings, Rule, Scale
 from ratekeeper.rules.document.reading import DocumentError, from_data, read_file
 from ratekeeper.rules.document.tree import DocumentNode, ProblemList, tree_of_yaml
-from ratekeeper.rules.document.writing import to_data
 from tests.rules.documents import Data, documents
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
-from ratekeeper.rules.document.grammar import limit_data
+from ratekeeper.rules.document.grammar import limit_data, to_data
 from ratekeeper.rules.document.model import (
     Document,
     LimitsOfOne,
@@ -25,7 +25,7 @@ from ratekeeper.rules.document.model import (
     Scale,
 )
 from ratekeeper.rules.document.reading import from_data, read, read_file
-from ratekeeper.rules.document.writing import to_data, to_yaml
+from ratekeeper.rules.document.writing import to_yaml
 from tests.rules.documents import Data, documents
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"

@@ -7,7 +7,6 @@ import gc
 import ipaddress
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -19,10 +18,8 @@ from ratekeeper.core.model import Request
 from ratekeeper.rules.matching import lists as lists_module
 from ratekeeper.rules.matching.lists import (
     IRREGULAR_GLOBS_MAX,
-    LINE_BYTES_MAX,
     Lists,
     check_entry,
-    read_list,
 )
 from ratekeeper.rules.matching.patterns import GLOB_LENGTH_MAX
 
@@ -365,65 +362,3 @@ def test_any_text_is_an_entry_or_an_error(text: str) -> None:
         str(error).encode()
     else:
         assert lists.verdict(KEY) in {"allow", None}
-
-
-def _file(folder: Path, content: bytes) -> Path:
-    path = folder / "deny.txt"
-    path.write_bytes(content)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("content", "entries"),
-    [
-        (b"", []),
-        (b"user:42", ["user:42"]),
-        (b"user:42\nuser:43\n", ["user:42", "user:43"]),
-        (b"user:42\r\nuser:43\r\n", ["user:42", "user:43"]),
-        (b"# who\n\n  user:42  # why\n\t\n#user:43\n", ["user:42"]),
-        (b"user:a#b\nuser:c\t#d\n", ["user:a#b", "user:c"]),
-        ("user:é\n".encode(), ["user:é"]),
-        (b"\xef\xbb\xbfuser:42\n", ["user:42"]),
-        (b"\xef\xbb\xbf# who\nuser:42\n", ["user:42"]),
-        (b"user:" + b"x" * 500 + b" #" + b"y" * (LINE_BYTES_MAX - 507), ["user:" + "x" * 500]),
-    ],
-)
-def test_a_file_has_one_entry_per_line(content: bytes, entries: list[str], tmp_path: Path) -> None:
-    """Comments and blank lines are skipped, with any line ending."""
-    assert list(read_list(_file(tmp_path, content))) == entries
-    assert list(read_list(str(_file(tmp_path, content)))) == entries
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"user:42\n\n10.0.0.0/33\n", "line 3: entry '10.0.0.0/33': network"),
-        (b"user:42 user:\xff\n", "line 1: byte 14"),
-        (b"user:a\n" + b"x" * LINE_BYTES_MAX + b"\n", "line 2: the line has more than 4,096 bytes"),
-        (b"x" * 10_000_000, "line 1: the line has more than 4,096 bytes"),
-        (b"# c\napikey:x\n", "line 2: entry 'apikey:x': apikey must be spelled api_key"),
-    ],
-    ids=range(5),
-)
-def test_a_wrong_line_is_named(content: bytes, says: str, tmp_path: Path) -> None:
-    """The error names the file and the line."""
-    path = _file(tmp_path, content)
-    with pytest.raises(ConfigError) as caught:
-        list(read_list(path))
-    assert str(caught.value).startswith(f"{path}, {says}")
-
-
-def test_a_list_from_a_file(tmp_path: Path) -> None:
-    """A file is read directly into a list; errors name list, file and line."""
-    path = _file(tmp_path, b"user:42\nip:10.0.0.0/8\n")
-    assert Lists.compile(deny=read_list(path)).why(KEY) == "ip:10.0.0.0/8"
-    path = _file(tmp_path, b"user:42\nip:10\n")
-    with pytest.raises(ConfigError, match=r"deny list: .*deny\.txt, line 2: entry 'ip:10'"):
-        Lists.compile(deny=read_list(path))
-
-
-@pytest.mark.parametrize("name", ["missing.txt", "."])
-def test_a_file_that_cannot_be_read(name: str, tmp_path: Path) -> None:
-    """The error is a ConfigError that names the file."""
-    with pytest.raises(ConfigError, match=r"cannot be read: .*; name a file"):
-        list(read_list(tmp_path / name))

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper.rules.document.grammar import to_data
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import from_data, read
-from ratekeeper.rules.document.writing import to_data, to_yaml
+from ratekeeper.rules.document.writing import to_yaml
 from ratekeeper.service.admin.control import (
     HEAVY_ENTRIES,
     HEAVY_LENGTH,

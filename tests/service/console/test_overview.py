@@ -10,6 +10,7 @@ import pytest
 from ratekeeper.service.console.live import status_of
 from ratekeeper.service.http.activity import Step
 from tests.service.console.client import ConsoleClient, console_of
+from tests.service.console.test_findings import WELL
 from tests.stub_fleet import store_with_fleet
 from tests.stub_regions import store_with_regions
 
@@ -44,12 +45,14 @@ async def test_a_fleet_and_regions_at_a_glance(tmp_path: Path) -> None:
 
 
 async def test_trouble_is_named(console: ConsoleClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A breaker that is open, degraded checks, rules that are not updated."""
+    """On its card, and among the findings: a breaker that is open, degraded checks."""
     step = Step(1_000.0, 2.0, {"allowed": 3}, degraded=1, breakers={"10.0.0.7:6379": 2})
     monkeypatch.setattr(console.context.activity, "steps", lambda: [step])
     text = await console.get("")
     assert 'Breaker of 10.0.0.7:6379 <span class="tag bad">open</span>' in text
-    assert "33.3 % of the checks of the last minute were degraded" in text
+    assert "<h2>2 findings</h2>" in text
+    assert "The store did not decide 33.3% of the checks of the last minute alone." in text
+    assert "docs/runbooks.md, RatekeeperBreakerOpen" in text
 
 
 async def test_texts_of_others_are_text(console: ConsoleClient) -> None:
@@ -58,9 +61,10 @@ async def test_texts_of_others_are_text(console: ConsoleClient) -> None:
     found = (await console.http.get("/console")).text
     assert "<script>alert" not in found
     now = {
+        **WELL,
         "store": {"name": "<script>", "healthy": False, "error": "<script>alert(1)</script>"},
-        "breakers": [],
-        "degraded_share": 0,
+        "breakers": [{"server": "<em>", "state": "open"}],
+        "clock_offsets": {"<tt>": 1.5},
         "rules": {
             "version": "<b>",
             "source": "<i>",
@@ -70,22 +74,8 @@ async def test_texts_of_others_are_text(console: ConsoleClient) -> None:
             "error": "<u>",
             "push_error": "<s>",
         },
-        "fleet": {"dead": 1, "suspected": 0, "gossip": False, "live_nodes": 1},
-        "workers": 1,
-        "software": "0",
-        "started_at": "2026-01-01T00:00:00Z",
-        "regions": None,
     }
-    alert = {
-        "alert": "A",
-        "severity": "warning",
-        "summary": "<em>",
-        "description": "<tt>",
-        "since": "2026-01-01T00:00:00Z",
-    }
-    alerts = {"active": [alert] * 12}
-    html = status_of(console.service._console.state.console, now, alerts)
-    assert "and 2 more" in html
+    html = status_of(console.service._console.state.console, now)
     for tag in ("<script", "<b>", "<i>", "<u>", "<s>", "<em>", "<tt>"):
         assert tag not in html
     assert "confirmed 2 hours ago" in html

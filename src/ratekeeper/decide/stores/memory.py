@@ -408,7 +408,6 @@ class MemoryCounter:
         if len(self._parts) == 1:
             return self._check_one(subject, cost, now_ns)
         with self._lock:
-            self._store.require_open()
             decision, entries = self.decide(subject, cost, now_ns)
             if cost and decision.allowed:
                 self._store.reserve(self.tables, subject, now_ns)
@@ -466,22 +465,26 @@ class MemoryCounter:
     def decide(self, subject: str, cost: int, now_ns: int, pending: _Pending = _NOTHING) -> _Trial:
         """Return the decision of a check, and the entries to write. The store's lock is held."""
         self._store.require_open()
-        outcomes, entries = self._decide(subject, cost, now_ns, pending)
-        return self._combine(subject, cost, now_ns, outcomes, entries, pending), entries
-
-    def _combine(
-        self,
-        subject: str,
-        cost: int,
-        now_ns: int,
-        outcomes: list[Outcome],
-        entries: list[Entry],
-        pending: _Pending,
-    ) -> Decision:
+        outcomes: list[Outcome] = []
+        entries: list[Entry] = []
+        for limit, algorithm, table in self._parts:
+            state, _, credit = _entry(table, subject, pending)
+            after, left, outcome = credits_.decide(algorithm, state, credit, limit, now_ns, cost)
+            expires_ns = now_ns + outcome.reset_after_ns
+            if left is not None and left[1] > expires_ns:
+                expires_ns = left[1]
+            entries.append((after, expires_ns, left))
+            outcomes.append(outcome)
         granted = [credit[0] if credit else 0 for _, _, credit in entries]
         decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
-        if decision.allowed or len(self._parts) == 1:
-            return decision
+        if not decision.allowed and len(entries) > 1:
+            decision = self._together(subject, cost, now_ns, decision, pending)
+        return decision, entries
+
+    def _together(
+        self, subject: str, cost: int, now_ns: int, decision: Decision, pending: _Pending
+    ) -> Decision:
+        """Return the denial with the time at which all limits would pass together."""
         held = [
             (algorithm, *_entry(table, subject, pending)[::2], limit)
             for limit, algorithm, table in self._parts
@@ -617,23 +620,10 @@ class MemoryCounter:
         expires_ns = max(now_ns + lasts_ns, credit[1] if credit else 0)
         self._store.write(table, subject, (state, expires_ns, credit))
 
-    def _decide(
-        self, subject: str, cost: int, now_ns: int, pending: _Pending
-    ) -> tuple[list[Outcome], list[Entry]]:
-        """Return the outcome of each limit, and the entries to write if all of them allow."""
-        outcomes = []
-        entries: list[Entry] = []
-        for limit, algorithm, table in self._parts:
-            state, _, credit = _entry(table, subject, pending)
-            after, left, outcome = credits_.decide(algorithm, state, credit, limit, now_ns, cost)
-            expires_ns = max(now_ns + outcome.reset_after_ns, left[1] if left else 0)
-            entries.append((after, expires_ns, left))
-            outcomes.append(outcome)
-        return outcomes, entries
-
 
 def _entry(table: _Table, subject: str, pending: _Pending) -> Entry:
-    return pending.get((table, subject)) or table.entries.get(subject, _ABSENT)
+    known = pending.get((table, subject)) if pending else None
+    return known or table.entries.get(subject, _ABSENT)
 
 
 class MemoryAuthority(PythonMemoryStore):

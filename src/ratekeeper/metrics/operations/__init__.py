@@ -1,8 +1,8 @@
-"""Files for operators: alerts for Prometheus, their runbooks, and a dashboard for Grafana.
+"""Files for operators: alerts for Prometheus, and a dashboard for Grafana.
 
-`ratekeeper metrics alerts` and `ratekeeper metrics dashboard` print them. The admin API returns the
-runbooks; docs/metrics.md has the same text. The alerts have tests that promtool runs
-(`alerts_test.yaml`). The service exports every metric that they use.
+`ratekeeper metrics alerts` and `ratekeeper metrics dashboard` print them. The alerts have tests
+that promtool runs (`alerts_test.yaml`), and link to docs/runbooks.md. The service exports every
+metric that they use.
 
 The alerts and their tests are templates. A field such as `@2*violations@` is a product of numbers
 and thresholds; `@rejections%@` prints it as a percentage, `@store_p99ms@` in milliseconds, and
@@ -24,10 +24,9 @@ from ratekeeper.core.errors import ConfigError, show
 ALERTS: Final = "alerts.yaml"
 ALERTS_TEST: Final = "alerts_test.yaml"
 DASHBOARD: Final = "grafana.json"
-RUNBOOK_TEXTS: Final = "runbooks.md"
 # The name of the alerts' file in their tests, and the page of the runbooks.
 RULES_FILE: Final = "ratekeeper.yaml"
-RUNBOOKS: Final = "docs/metrics.md"
+RUNBOOKS: Final = "docs/runbooks.md"
 
 _FIELD: Final = re.compile(r"@([a-z0-9_.*]+?)(%|ms|:\.\df)?@")
 
@@ -46,20 +45,15 @@ THRESHOLDS: Final = (
     Threshold("rejections", 0.2, 0.99, "Share of the checks that are denied."),
     Threshold("violations", 1_000, 1e9, "Denied checks per minute."),
     Threshold("subject_rate", 100, 1e9, "Checks per second of the busiest subject on a node."),
-    Threshold("rule_growth", 10, 1e6, "Denials of a rule, as a multiple of the hour before."),
     Threshold("decision_p99", 0.01, 10, "Seconds that the slowest hundredth of checks takes."),
     Threshold("store_p99", 0.02, 10, "The same for the calls to one server of the store."),
-    Threshold("store_errors", 0.01, 0.99, "Share of the checks that fail in the store."),
     Threshold("clock_offset", 0.5, 1e6, "Seconds between the clocks of node and server."),
     Threshold("rules_age", 60, 1e6, "Seconds since the source of the rules last answered."),
     Threshold("restarts", 2, 1e6, "Workers started in 15 minutes."),
     Threshold("store_fullness", 0.8, 0.99, "Share of the store's states in use."),
     Threshold("log_fullness", 0.7, 0.99, "Share of the memory for sliding window logs in use."),
-    Threshold("asked", 0.5, 0.99, "Share of a leased rule's checks that the authority decides."),
-    Threshold("gossip_lag", 10, 1e6, "Seconds since the last news of a live node."),
     Threshold("region_lag", 5, 1e6, "Seconds until another region learns of a total."),
-    Threshold("region_clock", 1, 1e6, "Seconds between the clocks of two regions' stores."),
-    Threshold("region_excess", 1_000, 1e9, "Units over eventual limits in ten minutes."),
+    Threshold("excess", 1_000, 1e9, "Units over eventual limits in ten minutes."),
 )
 DEFAULTS: Final[Mapping[str, float]] = {each.name: each.default for each in THRESHOLDS}
 
@@ -75,50 +69,6 @@ def alerts(thresholds: Mapping[str, float] = DEFAULTS, runbooks: str = RUNBOOKS)
     `runbooks` is the address of the page with the runbooks.
     """
     return _filled(ALERTS, thresholds, runbooks)
-
-
-class AlertDescription(NamedTuple):
-    """An alert of the file, without its expression."""
-
-    alert: str
-    severity: str
-    for_s: float
-    """How long its condition must hold until it is active."""
-    summary: str
-    description: str
-    """Both are templates; `conditions.rendered` fills them in."""
-    runbook: str
-    """The anchor of its runbook."""
-
-
-def described() -> dict[str, AlertDescription]:
-    """Return all alerts with the default thresholds, by name. Takes some 50 ms."""
-    import yaml  # noqa: PLC0415 - an application that only prints the files needs no parser
-
-    (group,) = yaml.safe_load(alerts())["groups"]
-    return {
-        rule["alert"]: AlertDescription(
-            rule["alert"],
-            rule["labels"]["severity"],
-            _seconds(rule.get("for", "0s")),
-            rule["annotations"]["summary"],
-            rule["annotations"]["description"],
-            rule["annotations"]["runbook_url"].partition("#")[2],
-        )
-        for rule in group["rules"]
-    }
-
-
-def _seconds(duration: str) -> float:
-    """Return the seconds of a duration such as `30s` or `5m`."""
-    return float(duration[:-1]) * {"s": 1, "m": 60, "h": 3_600}[duration[-1]]
-
-
-def runbooks() -> dict[str, str]:
-    """Return the runbook of each alert, in Markdown without its heading."""
-    _, *sections = read(RUNBOOK_TEXTS).split("### ")
-    found = (section.partition("\n") for section in sections)
-    return {name: text.strip() for name, _, text in found}
 
 
 def alert_tests(
@@ -152,8 +102,6 @@ def _filled(name: str, thresholds: Mapping[str, float], runbooks: str) -> str:
         # Halfway between the threshold and all, for the tests.
         "rejections_high": (1 + thresholds["rejections"]) / 2,
         "rejections_left": (1 - thresholds["rejections"]) / 2,
-        "asked_high": (1 + thresholds["asked"]) / 2,
-        "asked_left": (1 - thresholds["asked"]) / 2,
     }
     text = _FIELD.sub(lambda found: _field(found[1], found[2], values), read(name))
     return text.replace(f"{RUNBOOKS}#", f"{runbooks}#")

@@ -696,8 +696,12 @@ def document_at(place: DocumentPlace) -> Document:
     return document
 
 
-def document_data(document: Document) -> Json:
-    """Return the document as plain data."""
+def to_data(document: Document) -> Json:
+    """Return the document as plain data (dict, list, str, numbers), for `from_data`.
+
+    >>> to_data(Document(deny=("user:42",)))
+    {'version': 1, 'deny': ['user:42']}
+    """
     return cast("Json", _DOCUMENT.write(document))
 
 

@@ -247,15 +247,10 @@ class Document:
     def not_strict(self) -> Iterator[tuple[str, Consistency]]:
         """Yield the place and the consistency of limits that a node may decide itself."""
         for rule in self.rules:
-            if rule.consistency != "strict":
-                yield f"rule {rule.id}", rule.consistency
-            for what, by_name in (("tier", rule.tiers), ("key", rule.keys)):
-                for name, one in by_name.items():
-                    if one.consistency and one.consistency != "strict":
-                        yield f"rule {rule.id}: {what} {name}", one.consistency
-        for name, one in self.tiers.items():
-            if one.consistency and one.consistency != "strict":
-                yield f"tier {name}", one.consistency
+            for each in self.limit_sets(rule):
+                if each.consistency != "strict":
+                    of_one = f": {each}" if each.name else ""
+                    yield f"rule {rule.id}{of_one}", each.consistency
 
 
 Rules = str | PathLike[str] | Mapping[str, Any] | Document

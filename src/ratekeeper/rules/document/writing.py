@@ -1,4 +1,4 @@
-"""Write a document as plain data or YAML, in one canonical form to show, compare and store.
+"""Write a document as YAML, in one canonical form to show, compare and store.
 
 Reading the result returns an equal document. Fields with their default value are left out, limits
 are written as rates where a rate can express them, and lists have one entry per line. So two
@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Final
 
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.rules.document.grammar import document_data
+from ratekeeper.rules.document.grammar import to_data
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.tree import EXPONENT
 
@@ -42,15 +42,6 @@ def to_yaml(document: Document) -> str:
         width=_WIDTH,
     )
     return text
-
-
-def to_data(document: Document) -> dict[str, Any]:
-    """Return the document as plain data (dict, list, str, numbers), for `from_data`.
-
-    >>> to_data(Document(deny=("user:42",)))
-    {'version': 1, 'deny': ['user:42']}
-    """
-    return document_data(document)
 
 
 class _Lines(list[str]):

@@ -24,9 +24,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
-from os import PathLike
-from pathlib import Path
 from typing import Final, Literal
 
 from ratekeeper.core.errors import ConfigError, show
@@ -53,14 +50,12 @@ Verdict = Literal["allow", "deny"]
 
 ENTRIES_MAX: Final = 10_000_000  # in each list; about 1.2 GB
 IRREGULAR_GLOBS_MAX: Final = 1_000  # in each list
-LINE_BYTES_MAX: Final = 4_096  # of a file, with its comment
 
 _EXAMPLE: Final = "write it like api_key:sk_internal_*, user:42 or ip:10.0.0.0/8"
 _WHO: Final = frozenset(REQUEST_FIELDS) - {"endpoint", "method"}
 
 # Dotted numbers, possibly with a mistake in them: an address, and not a key.
 _LIKE_IPV4: Final = re.compile(r"[0-9]+\.[0-9.*]*(?:/.*)?")
-_COMMENT: Final = re.compile(r"(?:^|\s)#.*", re.DOTALL)
 
 
 # ── Entries ────────────────────────────────────────────────────────────────────────────────────
@@ -164,42 +159,6 @@ def _check_attribute(text: str, attribute: str) -> None:
         )
     if meant := request_field_like(attribute):
         raise ConfigError(f"entry {show(text)}: {attribute} must be spelled {meant}")
-
-
-def read_list(path: str | PathLike[str]) -> Iterator[str]:
-    """Yield the entries of a file, one per line, each checked; skip blank lines and `#` comments.
-
-    A `#` begins a comment at the start of a line or after a space. Raises ConfigError, which names
-    the file and the line.
-    """
-    number = 0
-    try:
-        with Path(path).open("rb") as file:
-            # readline with a maximum, because a line may be as long as the file.
-            for raw in iter(partial(file.readline, LINE_BYTES_MAX + 1), b""):
-                number += 1
-                if entry := _entry_of_line(raw, is_first=number == 1):
-                    check_entry(entry)
-                    yield entry
-    except ConfigError as error:
-        raise ConfigError(f"{path}, line {number}: {error}") from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; name a file with one entry per line"
-        ) from error
-
-
-def _entry_of_line(raw: bytes, is_first: bool) -> str:
-    if len(raw) > LINE_BYTES_MAX:
-        raise ConfigError(
-            f"the line has more than {LINE_BYTES_MAX:,} bytes; write one entry per line"
-        )
-    try:
-        # Some editors write a byte order mark before the first character.
-        text = raw.decode("utf-8-sig" if is_first else "utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
-    return (_COMMENT.sub("", text) if "#" in text else text).strip()
 
 
 # ── Looking up ─────────────────────────────────────────────────────────────────────────────────
@@ -409,8 +368,8 @@ class Lists:
         return _shown(found[1]) if found else None
 
     def allowed_networks(self) -> Iterator[Network]:
-        """Yield the networks on the allow list."""
-        yield from self._both[1].networks
+        """Return the networks on the allow list."""
+        return (network for network, _ in self._both[1].networks.items())
 
     def exact_values(self) -> Iterator[str]:
         """Yield the values that are listed one by one: `user:42`."""

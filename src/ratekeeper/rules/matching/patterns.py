@@ -172,11 +172,12 @@ class NetworkTable(Generic[_Item]):
     def __bool__(self) -> bool:
         return any(self._by_length.values())
 
-    def __iter__(self) -> Iterator[Network]:
+    def items(self) -> Iterator[tuple[Network, _Item]]:
+        """Yield the networks with their items."""
         for version, lengths in self._by_length.items():
             for length, items in lengths.items():
-                for prefix in list(items):
-                    yield Network(version, length, prefix)
+                for prefix, item in list(items.items()):
+                    yield Network(version, length, prefix), item
 
     def get(self, network: Network) -> _Item | None:
         """Return the item of exactly this network."""
@@ -244,13 +245,8 @@ def _normal_spelling(path: str) -> str:
         plain = f"/{plain}"
     if "//" not in plain and "/." not in plain:
         return plain
-    kept: list[str] = []
-    for segment in plain.split("/"):
-        if segment == "..":
-            del kept[-1:]
-        elif segment not in {"", "."}:
-            kept.append(segment)
-    return "/" + "/".join(kept)
+    segments = plain.split("/")
+    return _without_dots(segments, segments, merges=True)
 
 
 def spellings(path: str) -> tuple[str, ...]:

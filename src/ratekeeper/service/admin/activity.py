@@ -24,13 +24,13 @@ from ratekeeper.core.version import __version__
 from ratekeeper.decide.region_monitor import RegionMonitor, RegionStatus
 from ratekeeper.decide.store import BreakerPosition, shared_store
 from ratekeeper.metrics.counters import OTHERS
-from ratekeeper.metrics.operations.conditions import HISTORY_SECONDS
 from ratekeeper.service.admin.control import AdminContext
 from ratekeeper.service.admin.fleet import nodes_of
 from ratekeeper.service.admin.operations import READ, AdminRoute, Control, error_responses
 from ratekeeper.service.admin.problems import ApiOutput
 from ratekeeper.service.admin.quotas import RulesStatusOut, rules_status_out
 from ratekeeper.service.http.activity import (
+    HISTORY_SECONDS,
     RULES_MAX,
     STEP_SECONDS,
     Row,
@@ -41,7 +41,7 @@ from ratekeeper.service.http.health import store_health
 
 router = APIRouter(tags=["node"], route_class=AdminRoute)
 
-# The degraded share is that of the last minute.
+# Degraded checks, dropped records and ended workers are those of the last minute.
 SHARE_SECONDS: Final = 60.0
 
 _NOTHING: Final[Row] = (0, 0, 0, 0)
@@ -124,6 +124,20 @@ class NowOut(ApiOutput):
         description="Share of the checks of the last minute that the store did not decide alone.",
         ge=0,
         le=1,
+    )
+    dropped_records: int = Field(description="Records dropped in the last minute.", ge=0)
+    ended_workers: int = Field(
+        description="Workers that ended in the last minute, and were replaced.", ge=0
+    )
+    clock_offsets: dict[str, float] = Field(
+        description="By server of the store: its clock minus this node's in seconds, where they "
+        "differ by more than half a second."
+    )
+    states_share: float = Field(
+        description="Share of the states that fit the store; 0 if it has no limit."
+    )
+    logs_share: float = Field(
+        description="Share of the memory for sliding window logs; 0 if it is not limited."
     )
     fleet: FleetGlanceOut
     regions: RegionGlanceOut | None = Field(description="Null without regions.")
@@ -230,17 +244,23 @@ def _quantile_ms(step: Step, share: float) -> float | None:
 
 def degraded_share(steps: Sequence[Step]) -> float:
     """Return the share of the checks of the last minute that the store did not decide alone."""
-    recent = [step for step in steps if step.at_s > steps[-1].at_s - SHARE_SECONDS]
+    recent = _last_minute(steps)
     checks = sum(sum(step.checks.values()) for step in recent)
     degraded = sum(step.degraded for step in recent)
     return min(round(degraded / checks, 4), 1.0) if checks else 0.0
+
+
+def _last_minute(steps: Sequence[Step]) -> list[Step]:
+    return [step for step in steps if step.at_s > steps[-1].at_s - SHARE_SECONDS]
 
 
 async def _now(context: AdminContext, steps: Sequence[Step]) -> NowOut:
     limiter = context.limiter
     health = await store_health(limiter, context.activity)
     shared = shared_store(limiter.store)
-    worst = steps[-1].breakers if steps else {}
+    last = steps[-1] if steps else Step(0.0, STEP_SECONDS)
+    recent = _last_minute(steps)
+    worst = last.breakers
     known = [] if shared is None else [each.address for each in shared.monitor.breakers()]
     servers = dict.fromkeys([*known, *worst])
     regions = limiter.regions
@@ -248,11 +268,16 @@ async def _now(context: AdminContext, steps: Sequence[Step]) -> NowOut:
         at=round(context.activity.unix_s(), 3),
         software=__version__,
         started_at=datetime.fromtimestamp(context.started_ns / NS_PER_SECOND, UTC),
-        workers=max(steps[-1].workers, 1) if steps else 1,
+        workers=max(last.workers, 1),
         rules=rules_status_out(limiter),
         store=StoreHealthOut(name=context.store_name, healthy=health.healthy, error=health.error),
         breakers=[BreakerOut(server=each, state=_STATES[worst.get(each, 0)]) for each in servers],
         degraded_share=degraded_share(steps),
+        dropped_records=sum(step.dropped for step in recent),
+        ended_workers=sum(step.ended for step in recent),
+        clock_offsets=last.clocks,
+        states_share=last.states_share,
+        logs_share=last.logs_share,
         fleet=_fleet(context),
         regions=None if regions is None else await _region(regions, health.error),
     )

@@ -22,7 +22,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ratekeeper.core.version import __version__
 from ratekeeper.service.admin import (
     activity,
-    alerts,
     blocklist,
     entry_files,
     fleet,
@@ -58,7 +57,6 @@ _ROUTERS: Final = (
     quotas.router,
     records.router,
     activity.router,
-    alerts.router,
     load.router,
     fleet.router,
     regions.router,

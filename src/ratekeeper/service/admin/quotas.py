@@ -24,9 +24,8 @@ from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.regions.settings import Scope
 from ratekeeper.rules.compiled import FACTOR_STEPS, RuleCheck
-from ratekeeper.rules.document.grammar import limit_data
+from ratekeeper.rules.document.grammar import limit_data, to_data
 from ratekeeper.rules.document.model import Document, EnvoyQuota, Mode
-from ratekeeper.rules.document.writing import to_data
 from ratekeeper.rules.explain import ExplainedVerdict, RuleExplained
 from ratekeeper.service.admin.control import ControlPlane, RuleSelection
 from ratekeeper.service.admin.operations import (

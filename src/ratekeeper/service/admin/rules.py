@@ -19,6 +19,7 @@ from ratekeeper.control.edits import DocumentText, document_diff, kept_text, uni
 from ratekeeper.control.schema import AUTHOR_LENGTH_MAX, KIND_LENGTH_MAX
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.limiter import AsyncLimiter
+from ratekeeper.rules.document.grammar import to_data
 from ratekeeper.rules.document.model import Document, Rule
 from ratekeeper.rules.document.reading import (
     DocumentError,
@@ -28,7 +29,7 @@ from ratekeeper.rules.document.reading import (
 )
 from ratekeeper.rules.document.safety import advice, new_findings
 from ratekeeper.rules.document.tree import DocumentProblem
-from ratekeeper.rules.document.writing import to_data, to_yaml
+from ratekeeper.rules.document.writing import to_yaml
 from ratekeeper.rules.entries import KEY_BYTES_MAX
 from ratekeeper.service.admin.control import CurrentRules, etag_of
 from ratekeeper.service.admin.operations import (

@@ -16,11 +16,10 @@ from ratekeeper.control import edits
 from ratekeeper.control.edits import ListName
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.rules import entries
-from ratekeeper.rules.document.grammar import limit_data
+from ratekeeper.rules.document.grammar import limit_data, to_data
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import from_data
 from ratekeeper.rules.document.tree import below
-from ratekeeper.rules.document.writing import to_data
 from ratekeeper.rules.entries import Entry, EntryKind
 from ratekeeper.rules.matching.patterns import compile_network
 from ratekeeper.service.admin.control import ControlPlane, CurrentRules, etag_of

@@ -32,6 +32,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute
 
 from ratekeeper.service.console.client import AdminClient, ApiProblem
+from ratekeeper.service.console.findings import findings
 from ratekeeper.service.console.views import Console, Page, json_of, session_of, view
 from ratekeeper.service.http.tokens import Token
 
@@ -127,8 +128,7 @@ class LiveFeed:
     async def _events(self, since: float | None) -> tuple[bytes, float | None]:
         """Return the state and all steps after a time, and the time of the last step."""
         activity = await self._api.get("/activity", since=since)
-        alerts = await self._api.get("/alerts")
-        status = event("status", status_of(self._console, activity["now"], alerts))
+        status = event("status", status_of(self._console, activity["now"]))
         steps = {name: value for name, value in activity.items() if name != "now"}
         if not activity["at"]:
             return (
@@ -172,11 +172,11 @@ class LiveFeed:
                 queue.put_nowait(found)
 
 
-def status_of(console: Console, now: Mapping[str, Any], alerts: Mapping[str, Any]) -> str:
-    """Return the alerts and the cards of the state as HTML."""
+def status_of(console: Console, now: Mapping[str, Any]) -> str:
+    """Return the findings and the cards of the state as HTML."""
     return "".join(
-        console.templates.get_template(name).render(now=now, alerts=alerts)
-        for name in ("overview_alerts.html", "overview_status.html")
+        console.templates.get_template(name).render(now=now, findings=findings(now))
+        for name in ("overview_findings.html", "overview_status.html")
     )
 
 

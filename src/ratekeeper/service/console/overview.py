@@ -9,13 +9,14 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from ratekeeper.service.console import live, runbooks
+from ratekeeper.service.console import live
+from ratekeeper.service.console.findings import findings
 from ratekeeper.service.console.views import Page, view
 
 
 def routes() -> list[BaseRoute]:
-    """Return the routes of the page, of its stream, and of the runbooks of its alerts."""
-    return [view("", show), *live.routes(), *runbooks.routes()]
+    """Return the routes of the page and of its stream."""
+    return [view("", show), *live.routes()]
 
 
 async def show(page: Page) -> Response:
@@ -24,7 +25,7 @@ async def show(page: Page) -> Response:
     return page.render(
         "overview.html",
         now=found["now"],
-        alerts=await page.api.get("/alerts"),
+        findings=findings(found["now"]),
         service=f"{page.request.url.scheme}://{page.request.url.netloc}",
         has_tokens=not page.console.context.tokens.open_permissions,
     )

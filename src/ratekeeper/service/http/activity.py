@@ -17,10 +17,10 @@ of its time on this: with many busy rules and workers, the steps become longer.
 length of a step is measured on the clock that counts from boot. If the wall clock is set, the times
 of all steps are shifted by as much, so that they stay in order and none is in the future.
 
-**Alerts.** Every SAMPLE_SECONDS the same worker also appends the counters that alerts need to a
-second file, and the conditions that hold (`metrics/operations/conditions.py`).
+**State.** A step also has what the overview of the console says about the present: workers that
+ended, records that were dropped, breakers, clocks, and how full the store is.
 
-Without a folder there is one worker, and the steps and samples are in its memory.
+Without a folder there is one worker, and the steps are in its memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from heapq import nlargest
 from pathlib import Path
-from typing import IO, Annotated, Final, Generic, Protocol, TypeVar
+from typing import IO, Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -42,10 +42,10 @@ from msgspec import Meta
 from ratekeeper.core.clock import NS_PER_SECOND, boot_ns
 from ratekeeper.core.histogram import LENGTH
 from ratekeeper.metrics.counters import JOIN, OTHERS, MetricsSnapshot
-from ratekeeper.metrics.operations.conditions import HISTORY_SECONDS, Sample, evaluate, sample_of
+from ratekeeper.metrics.operations import DEFAULTS
 
+HISTORY_SECONDS: Final = 900.0
 STEP_SECONDS: Final = 2.0
-SAMPLE_SECONDS: Final = 10.0
 RULES_MAX: Final = 20
 # The share of a worker's time that counting may take.
 STEP_SHARE_MAX: Final = 0.005
@@ -53,13 +53,14 @@ STEP_SHARE_MAX: Final = 0.005
 HALF_LIFE_SECONDS: Final = 300.0
 # The wall clock was set if it differs by more than this from the clock that counts from boot.
 CLOCK_STEP_SECONDS: Final = 1.0
-# A line of a step has at most some 3 kB, that of a sample with 64 servers 10 kB.
+# The clock of a server of the store is wrong if it differs from ours by more than this.
+CLOCK_OFFSET_SECONDS: Final = DEFAULTS["clock_offset"]
+# A line has at most some 3 kB, and 3 kB more with the clocks of 64 servers.
 FILE_BYTES_MAX: Final = 8 * 1024 * 1024
 # A worker that read the file longer ago reads it from the beginning: it may have been rewritten
 # twice, and then it may have its first inode again.
 REREAD_SECONDS: Final = 60.0
 _STEPS: Final = "activity.steps"
-_SAMPLES: Final = "activity.samples"
 _SUMS: Final = "activity.sums"
 _LOCK: Final = "activity.lock"
 
@@ -89,6 +90,10 @@ class Sums(msgspec.Struct):
     rules: dict[str, Row]
     taken: list[int]
     """The data of a histogram: how long checks took."""
+    dropped: int = 0
+    """Records."""
+    ended: int = 0
+    """Workers."""
 
 
 class Step(msgspec.Struct, omit_defaults=True):
@@ -108,9 +113,20 @@ class Step(msgspec.Struct, omit_defaults=True):
     """Workers that are alive."""
     breakers: dict[str, int] = {}
     """Breakers that are not closed, by server: 1 half-open, 2 open; the worst of all workers."""
+    dropped: _Count = 0
+    """Records that did not fit."""
+    ended: _Count = 0
+    """Workers that ended, and were replaced."""
+    clocks: dict[str, float] = {}
+    """By server: its clock minus ours in seconds, if it is more than CLOCK_OFFSET_SECONDS."""
+    states_share: float = 0.0
+    """Share of the states that fit the store; 0 if it has no limit."""
+    logs_share: float = 0.0
+    """Share of the memory for logs in use; 0 if there is no separate one."""
 
 
 _decode_sums: Final = msgspec.json.Decoder(Sums).decode
+_decode_step: Final = msgspec.json.Decoder(Step).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -137,7 +153,18 @@ def sums_of(counted: MetricsSnapshot, at_s: float, boot_s: float) -> Sums:
         degraded=int(values.get("degraded_checks", {}).get("", 0)),
         rules={rule: _row(row) for rule, row in rules.items()},
         taken=counted.histograms.get("decision_seconds", {}).get("", [0] * LENGTH),
+        dropped=int(_gauge(counted, "records_dropped")),
+        ended=max(int(_gauge(counted, "worker_starts") - _gauge(counted, "workers")), 0),
     )
+
+
+def _gauge(counted: MetricsSnapshot, family: str) -> float:
+    return counted.values.get(family, {}).get("", 0)
+
+
+def _share(counted: MetricsSnapshot, family: str) -> float:
+    most = _gauge(counted, f"{family}_max")
+    return round(_gauge(counted, family) / most, 3) if most else 0.0
 
 
 def step_between(before: Sums, after: Sums, named: Callable[[Mapping[str, Row]], set[str]]) -> Step:
@@ -163,7 +190,25 @@ def step_between(before: Sums, after: Sums, named: Callable[[Mapping[str, Row]],
         degraded=_increase(after.degraded, before.degraded),
         rules=folded(rules, named(rules)),
         taken=taken if any(taken[:-1]) else [],
+        dropped=_increase(after.dropped, before.dropped),
+        ended=_increase(after.ended, before.ended),
     )
+
+
+def _note_state(step: Step, counted: MetricsSnapshot) -> None:
+    """Add the present state of the workers and the store."""
+    values = counted.values
+    step.workers = int(values.get("workers", {}).get("", 1))
+    step.breakers = {
+        server: int(state) for server, state in values.get("breaker_state", {}).items() if state
+    }
+    step.clocks = {
+        server: round(offset, 3)
+        for server, offset in values.get("clock_offset_seconds", {}).items()
+        if abs(offset) > CLOCK_OFFSET_SECONDS
+    }
+    step.states_share = _share(counted, "store_states")
+    step.logs_share = _share(counted, "store_log_bytes")
 
 
 def folded(rules: Mapping[str, Row], named: Iterable[str]) -> dict[str, Row]:
@@ -208,64 +253,54 @@ class BusyRules:
 # ── The files ──────────────────────────────────────────────────────────────────────────────────
 
 
-class _Timed(Protocol):
-    at_s: float
-
-
-_Line = TypeVar("_Line", bound=_Timed)
-
-
-class RecentFile(Generic[_Line]):
-    """Lines of JSON of the last minutes, in a file that one worker writes and all workers read.
+class StepFile:
+    """The last steps as lines of JSON, in a file that one worker writes and all workers read.
 
     A worker reads only the lines that it has not read yet.
     """
 
-    def __init__(
-        self, path: Path | None, of: type[_Line], every_s: float, boot_s: Callable[[], float]
-    ) -> None:
-        """`every_s` is the time between two lines. `path` None: they are kept in memory."""
+    def __init__(self, path: Path | None, boot_s: Callable[[], float]) -> None:
+        """`path` None: the steps are kept in memory."""
         self._path = path
-        self._decode = msgspec.json.Decoder(of).decode
         # One more than fits: a difference over the whole time begins with it.
-        self._kept_s = HISTORY_SECONDS + every_s
-        self._kept_max = int(HISTORY_SECONDS / every_s) + 1
+        self._kept_s = HISTORY_SECONDS + STEP_SECONDS
+        self._kept_max = int(HISTORY_SECONDS / STEP_SECONDS) + 1
         self._boot_s = boot_s
-        self._known: list[_Line] = []
+        self._known: list[Step] = []
         self._inode = 0
         self._position = 0
         self._read_s = boot_s()
 
-    def lines(self) -> list[_Line]:
-        """Return the lines of the last 15 minutes, oldest first."""
+    def lines(self) -> list[Step]:
+        """Return the steps of the last 15 minutes, oldest first."""
         if self._path is not None:
             with suppress(OSError):  # no file: there was no line yet
                 self._read(self._path)
         if not self._known:
             return []
         begin_s = self._known[-1].at_s - self._kept_s
-        return [line for line in self._known[-self._kept_max :] if line.at_s > begin_s]
+        return [step for step in self._known[-self._kept_max :] if step.at_s > begin_s]
 
-    def append(self, line: _Line) -> None:
-        """Add a line. Raises OSError."""
+    def append(self, step: Step) -> None:
+        """Add a step. Raises OSError."""
         if self._path is None:
-            self._known = [*self._known[1 - self._kept_max :], line]
+            self._known = [*self._known[1 - self._kept_max :], step]
             return
         # The line break before it ends a line that a killed worker has not completed.
         with self._path.open("ab", buffering=0) as file:
-            file.write(b"\n" + _encode(line) + b"\n")
+            file.write(b"\n" + _encode(step) + b"\n")
         kept = self.lines()
-        if not kept or kept[-1].at_s != line.at_s:
+        if not kept or kept[-1].at_s != step.at_s:
             # A damaged line has a later time. No line after it would be read.
-            kept = [*(each for each in self._known if each.at_s < line.at_s), line]
+            kept = [*(each for each in self._known if each.at_s < step.at_s), step]
         elif len(self._known) <= 2 * self._kept_max and self._position <= FILE_BYTES_MAX // 2:
             return
         replace_file(self._path, _text(kept))
 
     def shift(self, seconds: float) -> None:
-        """Add to the times of all lines. Raises OSError."""
-        for line in (kept := self.lines()):
-            line.at_s = round(line.at_s + seconds, 3)
+        """Add to the times of all steps. Raises OSError."""
+        for step in (kept := self.lines()):
+            step.at_s = round(step.at_s + seconds, 3)
         if self._path is not None:
             replace_file(self._path, _text(kept))
 
@@ -287,13 +322,13 @@ class RecentFile(Generic[_Line]):
         self._position += whole
         for each in text[:whole].splitlines():
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                line = self._decode(each)
-                if not self._known or line.at_s > self._known[-1].at_s:
-                    self._known.append(line)
+                step = _decode_step(each)
+                if not self._known or step.at_s > self._known[-1].at_s:
+                    self._known.append(step)
 
 
-def _text(lines: Iterable[object]) -> bytes:
-    return b"".join(_encode(line) + b"\n" for line in lines)
+def _text(steps: Iterable[Step]) -> bytes:
+    return b"".join(_encode(step) + b"\n" for step in steps)
 
 
 def replace_file(path: Path, text: bytes) -> None:
@@ -328,20 +363,12 @@ class ActivityHistory:
         self._lock: IO[bytes] | None = None
         self._before: Sums | None = None
         self._busy = BusyRules()
-        steps, samples = (folder / _STEPS, folder / _SAMPLES) if folder else (None, None)
-        self._steps = RecentFile(steps, Step, STEP_SECONDS, self.boot_s)
-        self._samples = RecentFile(samples, Sample, SAMPLE_SECONDS, self.boot_s)
-        self._sampled_s = 0.0
+        self._steps = StepFile(folder / _STEPS if folder else None, self.boot_s)
         self._failing = False
 
     def steps(self) -> Sequence[Step]:
         """Return the steps of the last 15 minutes, oldest first."""
         return self._steps.lines()
-
-    def last_sample(self) -> Sample | None:
-        """Return the newest sample, with the conditions of alerts that hold; None at the start."""
-        samples = self._samples.lines()
-        return samples[-1] if samples else None
 
     async def keep_counting(self) -> None:
         """Add a step every STEP_SECONDS while this worker holds the lock, until cancelled."""
@@ -406,22 +433,8 @@ class ActivityHistory:
         step = step_between(
             before, now, lambda rules: self._named(rules, now.boot_s - before.boot_s)
         )
-        step.workers = int(counted.values.get("workers", {}).get("", 1))
-        step.breakers = {
-            server: int(state)
-            for server, state in counted.values.get("breaker_state", {}).items()
-            if state
-        }
+        _note_state(step, counted)
         self._steps.append(step)
-        if now.boot_s - self._sampled_s > SAMPLE_SECONDS - STEP_SECONDS / 2:
-            self._sample(counted, now)
-
-    def _sample(self, counted: MetricsSnapshot, now: Sums) -> None:
-        self._sampled_s = now.boot_s
-        sample = sample_of(counted, now.boot_s, now.at_s)
-        before = self._samples.lines()
-        sample.held = evaluate([*before, sample], before[-1].held if before else [])
-        self._samples.append(sample)
 
     def _named(self, rules: Mapping[str, Row], seconds: float) -> set[str]:
         self._busy.add(rules, seconds)
@@ -432,5 +445,5 @@ class ActivityHistory:
         return self._now_ns() / NS_PER_SECOND
 
     def boot_s(self) -> float:
-        """Return the time on the clock that counts from boot; samples have their times on it."""
+        """Return the time on the clock that counts from boot."""
         return self._since_boot_ns() / NS_PER_SECOND

@@ -77,7 +77,7 @@ WRITE_SECONDS: Final = 1.0
 # The share of a worker's time that writing its counters may take.
 WRITE_SHARE_MAX: Final = 0.01
 STATS_SECONDS: Final = 15.0
-# How often they are read for alerts, by one worker.
+# How often they are read for the console, by one worker.
 WATCH_SECONDS: Final = 60.0
 # How long a scrape waits for the size of the store; then it reports the last known one.
 STATS_WAIT_SECONDS: Final = 1.0

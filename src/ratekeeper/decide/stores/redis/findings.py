@@ -60,9 +60,9 @@ class ServerHealth:
     loading: bool | None = _fact("INFO", "loading", bool)
     """True while it reads its data from disk and refuses all calls."""
     latency_ms: float | None = None
-    """Round trip of a PING, the median of up to 20."""
+    """Round trip of TIME, the median of up to 20."""
     clock_offset_ms: float | None = None
-    """The server's clock minus ours; half of the round trip is subtracted."""
+    """The server's clock minus ours, as the fastest of these calls has it."""
     keys: int | None = None
     """Keys of any prefix in the store's database."""
     used_memory_bytes: int | None = _fact("INFO", "used_memory", int)

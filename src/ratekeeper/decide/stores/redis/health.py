@@ -25,10 +25,11 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha1
 from importlib.resources import files
+from operator import itemgetter
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -36,7 +37,6 @@ import redis
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
-    MasterDownError,
     MovedError,
     NoPermissionError,
     ResponseError,
@@ -70,11 +70,10 @@ KEYS_PER_SCAN: Final = 1_000
 KEYS_COUNTED_MAX: Final = 1_000
 KEYS_WEIGHED_MAX: Final = 50
 NODES_AT_ONCE_MAX: Final = 16
-PINGS_MIN, PINGS_MAX = 3, 20
-PINGING_NS_MAX: Final = NS_PER_SECOND // 2
 _NS_PER_MS: Final = 1_000_000
-# Readings of the clock; the one with the shortest round trip counts.
-CLOCK_READINGS: Final = 3
+# Readings of the clock for metrics; and for a survey, which measures the round trip, too.
+CLOCK_READINGS, SURVEY_READINGS = 3, 20
+READING_NS_MAX: Final = NS_PER_SECOND // 2
 # A marker is renewed at each reading, and expires when no node reads it any more.
 MARKER_SECONDS: Final = 30 * 86_400
 # Keys that are tried to find one in a slot of a server. A server with one slot in a hundred has one
@@ -225,7 +224,7 @@ def server_status(topology: Topology, prefix: str) -> list[ServerStatus]:
 def _status(topology: Topology, address: Address, prefix: str) -> ServerStatus | None:
     client: Any = topology.client(address)
     try:
-        offset_ns = _clock_offset_ns(client)
+        _, offset_ns = _clock(client, CLOCK_READINGS)
         key = marker_key(topology, address, prefix)
         if key is None:
             return None
@@ -251,19 +250,25 @@ def _status(topology: Topology, address: Address, prefix: str) -> ServerStatus |
     )
 
 
-def _clock_offset_ns(client: Any) -> int | None:
-    """Return the server's clock minus ours; None if the user may not read it."""
-    best: tuple[int, int] | None = None
-    for _ in range(CLOCK_READINGS):
+def _clock(client: Any, readings_max: int) -> tuple[float, int | None]:
+    """Return the median round trip of TIME in nanoseconds, and the server's clock minus ours.
+
+    The offset is that of the fastest reading; None if the user may not read the clock.
+    """
+    readings: list[tuple[int, int | None]] = []
+    started_ns = time.monotonic_ns()
+    while len(readings) < readings_max:
         before_ns = time.monotonic_ns()
-        server_time = _permitted(client, "TIME")
+        if len(readings) >= CLOCK_READINGS and before_ns - started_ns > READING_NS_MAX:
+            break
+        offset_ns = None
+        with suppress(NoPermissionError):  # this reply takes as long
+            seconds, microseconds = client.execute_command("TIME")
+            offset_ns = seconds * NS_PER_SECOND + microseconds * 1_000 - time.time_ns()
         trip_ns = time.monotonic_ns() - before_ns
-        if server_time is None:
-            return None
-        seconds, microseconds = server_time
-        offset_ns = seconds * NS_PER_SECOND + microseconds * 1_000 - time.time_ns() + trip_ns // 2
-        best = min(best or (trip_ns, offset_ns), (trip_ns, offset_ns))
-    return best and best[1]
+        readings.append((trip_ns, None if offset_ns is None else offset_ns + trip_ns // 2))
+    _, fastest_ns = min(readings, key=itemgetter(0))
+    return median(trip_ns for trip_ns, _ in readings), fastest_ns
 
 
 def marker_key(topology: Topology, address: Address, prefix: str) -> bytes | None:
@@ -332,31 +337,18 @@ def _server_health(topology: Topology, address: Address, mode: Mode) -> ServerHe
 
 
 def _query_server(client: redis.Redis, address: str, mode: Mode) -> ServerHealth:
-    # The first PING may have to connect, so it is not measured.
-    _permitted(client, "PING")
-    times_ns: list[int] = []
-    started_ns = time.monotonic_ns()
-    while len(times_ns) < PINGS_MAX:
-        before_ns = time.monotonic_ns()
-        if len(times_ns) >= PINGS_MIN and before_ns - started_ns > PINGING_NS_MAX:
-            break
-        _permitted(client, "PING")
-        times_ns.append(time.monotonic_ns() - before_ns)
-    before_ns = time.time_ns()
-    server_time = _permitted(client, "TIME")
-    between_ns = (before_ns + time.time_ns()) // 2
-
+    trip_ns, offset_ns = _clock(client, SURVEY_READINGS)
     commands: list[tuple[str, ...]] = [("INFO",), ("DBSIZE",), ("CONFIG", "GET", "appendfsync")]
     commands += [("CLUSTER", "INFO")] if mode == "cluster" else []
     names = (" ".join(each[:2]) for each in commands)
     replies = dict(zip(names, pipelined(client, commands), strict=True))
-    asked = {"TIME": server_time, **replies}
+    asked = {"TIME": offset_ns, **replies}
     keys, setting = replies["DBSIZE"], replies["CONFIG GET"]
     return ServerHealth(
         address,
         reachable=True,
-        latency_ms=median(times_ns) / _NS_PER_MS,
-        clock_offset_ms=server_time and _offset_ms(server_time, between_ns),
+        latency_ms=trip_ns / _NS_PER_MS,
+        clock_offset_ms=None if offset_ns is None else offset_ns / _NS_PER_MS,
         keys=None if isinstance(keys, ResponseError) else keys,
         # CONFIG GET returns a name and a value.
         aof_fsync=setting[1].decode() if isinstance(setting, list) and len(setting) == 2 else None,
@@ -393,24 +385,6 @@ def _sentinel_findings(config: RedisConfig, address: Address) -> list[HealthFind
             return []
     remedy = "start the missing Sentinels, each on its own machine"
     return [HealthFinding("sentinel", level, found, remedy, (str(address),))]
-
-
-def _permitted(client: Any, command: str) -> Any:
-    """Return the reply; None if the server denies permission or cannot answer in its state."""
-    try:
-        return client.execute_command(command)
-    except (NoPermissionError, MasterDownError):
-        return None
-    except ResponseError as error:
-        # A server that cannot write its snapshots refuses even PING.
-        if str(error).startswith("MISCONF"):
-            return None
-        raise
-
-
-def _offset_ms(server_time: tuple[int, int], ours_ns: int) -> float:
-    seconds, microseconds = server_time
-    return (seconds * NS_PER_SECOND + microseconds * 1_000 - ours_ns) / _NS_PER_MS
 
 
 def _lines(reply: object) -> dict[str, str]:

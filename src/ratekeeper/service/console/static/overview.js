@@ -493,15 +493,15 @@ function status(html) {
   announce();
 }
 
-let announced = document.getElementById("status-alerts")?.dataset.active ?? "";
+let announced = document.getElementById("status-findings")?.dataset.active ?? "";
 const title = document.title;
 function announce() {
-  const active = byId("status-alerts")?.dataset.active ?? "";
-  const names = active.split(" ").filter(Boolean);
+  const active = byId("status-findings")?.dataset.active ?? "";
+  const names = active.split(", ").filter(Boolean);
   document.title = names.length ? `(${names.length}) ${title}` : title;
   if (active === announced) return;
   announced = active;
-  text(byId("news"), names.length ? `Active alerts: ${names.join(", ")}.` : "No alert is active any more.");
+  text(byId("news"), active ? `Findings: ${active}.` : "There are no findings any more.");
 }
 
 const stream = live("/console/live", () => steps.at.at(-1), {
