@@ -2,7 +2,8 @@
 
 The first row of each store is a plain check. The others reserve ten units, and settle eight or
 twelve of them: eight are a refund, twelve a charge that the limit may owe. With a name, the store
-also remembers that the reservation was settled.
+also remembers that the reservation was settled. The last row is the context manager, whose block
+uses eight units.
 """
 
 from __future__ import annotations
@@ -67,11 +68,16 @@ def _measured(limiter: Limiter, calls: int, rounds: int) -> dict[str, float]:
     def settled(key: str, actual: int, name: str = "") -> None:
         limiter.settle(key, 10, actual, limiter.check(key, 10), name)
 
+    def reserved(key: str) -> None:
+        with limiter.reserve(key, 10) as reservation:
+            reservation.use(8)
+
     works: dict[str, Callable[[str], object]] = {
         "a check": limiter.check,
         "a check, and a refund of a part": lambda key: settled(key, 8),
         "a check, and a later charge": lambda key: settled(key, 12),
         "a check, and a named settlement": lambda key: settled(key, 12, str(next(names))),
+        "reserve, use, and settle": reserved,
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):

@@ -87,11 +87,19 @@ def test_a_wrong_key_is_always_an_invalid_key(key: Any) -> None:
 @given(ANYTHING)
 def test_a_wrong_cost_is_always_an_invalid_cost(cost: Any) -> None:
     """Anything that is not a whole number from 0 up raises InvalidCost."""
-    if type(cost) is not int or cost < 0:
+    if not isinstance(cost, dict) and (type(cost) is not int or cost < 0):
         with pytest.raises(InvalidCost):
             _limiter().check("k", cost)
         with pytest.raises(InvalidCost):
             Limiter("3/m").check("k", cost)
+
+
+@given(ANYTHING)
+def test_wrong_costs_are_always_an_invalid_cost(units: Any) -> None:
+    """The numbers of costs by unit are whole, and from 0 up."""
+    if type(units) is not int or units < 0:
+        with pytest.raises(InvalidCost):
+            _limiter().check("k", costs={"requests": units})
 
 
 @given(ANYTHING, ANYTHING)
@@ -139,10 +147,10 @@ def test_wait_timeout(timeout: Any) -> None:
 @given(ANYTHING)
 @example("5")
 @example(object())
-def test_hold_wait(wait: Any) -> None:
+def test_reserve_wait(wait: Any) -> None:
     """Any `wait`: the block runs, or it is a ConfigError."""
-    with suppress(ConfigError, LimitExceeded), _limiter().hold("k", wait=wait) as decision:
-        assert decision.allowed
+    with suppress(ConfigError, LimitExceeded), _limiter().reserve("k", wait=wait) as reservation:
+        assert reservation.decision.allowed
 
 
 @given(ANYTHING, ANYTHING)

@@ -24,7 +24,7 @@ PROMISED = {
     ratekeeper.testing: {"ManualClock"},
     ratekeeper.limits: {"AsyncRatekeeperStorage", "RatekeeperStorage", "open_storage"},
 }
-VERBS = {"check", "peek", "reset", "refund", "grant", "wait", "limit", "hold", "close"}
+VERBS = {"check", "peek", "reset", "refund", "grant", "wait", "limit", "reserve", "close"}
 
 each_module = pytest.mark.parametrize("module", PROMISED, ids=lambda m: m.__name__)
 

@@ -8,7 +8,7 @@ tests to run. Importing it must work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Annotated, Any, Literal, assert_type
 
@@ -42,6 +42,7 @@ from ratekeeper import (
     RateSyntaxError,
     Regions,
     Request,
+    Reservation,
     StoreError,
     StoreFull,
     StoreTimeout,
@@ -159,8 +160,14 @@ def verbs(limiter: Limiter) -> None:
     assert_type(limiter.limits, tuple[Limit, ...])
     assert_type(limiter.store, Store)
     assert_type(limiter.stats(), StoreStats)
-    with limiter.hold("k", 2, wait=1.5, refund_on_error=True) as decision:
-        assert_type(decision, Decision)
+    with limiter.reserve("k", 2, wait=1.5) as reservation:
+        assert_type(reservation, Reservation)
+        assert_type(reservation.decision, Decision)
+        assert_type(reservation.use(1), bool)
+    with limiter.reserve("k", costs={"tokens": 9}) as reservation:
+        assert_type(reservation.use(costs={"tokens": 1}), bool)
+    limiter.settle("k", {"tokens": 9}, {"tokens": 1})
+    limiter.settle("k", 9, 1)
     with Limiter("5/s") as own:
         assert_type(own, Limiter)
 
@@ -173,8 +180,8 @@ async def async_verbs(limiter: AsyncLimiter) -> None:
     await limiter.refund("k")
     await limiter.grant("k", 5)
     await limiter.reset("k")
-    async with limiter.hold("k", wait=1) as decision:
-        assert_type(decision, Decision)
+    async with limiter.reserve("k", wait=1) as reservation:
+        assert_type(reservation, Reservation)
     async with AsyncLimiter("5/s") as own:
         assert_type(own, AsyncLimiter)
     await limiter.close()
@@ -223,8 +230,9 @@ def switches() -> None:
 def charges(charge: ratekeeper.fastapi.Charge) -> None:
     """A charge is the same class in every integration."""
     assert_type(charge.decision, Decision)
-    assert_type(charge.units, int)
+    assert_type(charge.units, int | Mapping[str, int])
     charge.settle(37)
+    charge.settle(costs={"tokens": 37})
     charge.refund()
     same: list[
         type[ratekeeper.asgi.Charge | ratekeeper.flask.Charge | ratekeeper.django.Charge]

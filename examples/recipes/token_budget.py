@@ -1,7 +1,8 @@
 """Give users and organisations a budget of language model tokens and of requests.
 
-The tokens of a call are known only when it ends. So reserve an estimate, and settle the
-real number afterwards, also when the stream breaks: the tokens that were generated cost money.
+The tokens of a call are known only when it ends. So reserve an estimate, and report what is used:
+the reservation is settled at the end, also when the stream breaks, because the tokens that were
+generated cost money.
 
 The trap: "look whether there is budget, call the model, then charge" admits any number of
 concurrent calls, because each of them sees the same budget. A reservation is charged first.
@@ -11,45 +12,21 @@ All four limits decide together. A call that one of them denies costs nothing in
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator
 
 from ratekeeper import Limiter, LimitExceeded, Request
 
-# The attribute `unit` says what a check counts, so that tokens and requests have their own rules.
 limiter = Limiter.from_rules(
     """
 version: 1
 rules:
-  - {id: user-tokens, match: {attributes: {unit: tokens}}, by: user, limits: 2000/day}
-  - {id: org-tokens, match: {attributes: {unit: tokens}}, by: tenant, limits: 3000/day}
-  - {id: user-requests, match: {attributes: {unit: requests}}, by: user, limits: 10/day}
-  - {id: org-requests, match: {attributes: {unit: requests}}, by: tenant, limits: 100/day}
+  - {id: user-tokens, by: user, unit: tokens, limits: 2000/day}
+  - {id: org-tokens, by: tenant, unit: tokens, limits: 3000/day}
+  - {id: user-requests, by: user, limits: 10/day}
+  - {id: org-requests, by: tenant, limits: 100/day}
 """,
     on_failure="closed",  # tokens cost money, so none are spent while the store is away
 )
-
-
-@dataclass
-class Usage:
-    tokens: int = 0
-
-
-@contextmanager
-def budget(user: str, organisation: str, estimate: int) -> Iterator[Usage]:
-    """Reserve `estimate` tokens and one request; charge the tokens in `Usage` at the end."""
-    tokens = Request(user=user, tenant=organisation, attributes={"unit": "tokens"})
-    requests = Request(user=user, tenant=organisation, attributes={"unit": "requests"})
-    results = limiter.evaluate_all([(tokens, estimate), (requests, 1)])
-    decisions = [result.decision for result in results]
-    if not all(decisions):
-        raise LimitExceeded(max(decisions, key=lambda decision: decision.retry_after))
-    usage = Usage()
-    try:
-        yield usage
-    finally:
-        limiter.settle(tokens, estimate, usage.tokens, decisions[0])
 
 
 def complete(
@@ -57,30 +34,33 @@ def complete(
 ) -> Generator[str, None, None]:
     """Stream an answer. The estimate is the worst case: the prompt and the longest output."""
     prompt_tokens = len(prompt.split())
-    with budget(user, organisation, prompt_tokens + output_max) as usage:
-        usage.tokens = prompt_tokens
+    estimate = {"requests": 1, "tokens": prompt_tokens + output_max}
+    with limiter.reserve(Request(user=user, tenant=organisation), costs=estimate) as reservation:
+        reservation.use(prompt_tokens)  # also of a call that breaks before its first word
         for word in ["spam"] * 60:  # the model is here
-            usage.tokens += 1
+            reservation.use(1)
             yield word
 
 
-def left(user: str, unit: str = "tokens") -> int:
-    return limiter.peek(Request(user=user, tenant="acme", attributes={"unit": unit})).remaining
+def left(user: str) -> dict[str, int]:
+    """Return what remains, by rule."""
+    rules = limiter.explain(Request(user=user, tenant="acme")).applying
+    return {each.id: each.decision.remaining for each in rules if each.decision is not None}
 
 
 def main() -> None:
     # An answer that ends: 1,002 tokens are reserved, 62 are charged.
     stream = complete("ann", "acme", "hello model", output_max=1000)
     next(stream)
-    assert left("ann") == 2000 - 1002
+    assert left("ann")["user-tokens"] == 2000 - 1002
     assert len(list(stream)) == 59
-    assert left("ann") == 2000 - 62
+    assert left("ann")["user-tokens"] == 2000 - 62
 
     # A client that goes away after three words pays for these.
     stream = complete("bob", "acme", "hello model", output_max=1000)
     print("bob reads", next(stream), next(stream), next(stream), "and closes the connection")
     stream.close()
-    assert left("bob") == 2000 - 5
+    assert left("bob")["user-tokens"] == 2000 - 5
 
     # Of two calls at once, the second does not get the budget that the first has reserved.
     stream = complete("ann", "acme", "hello model", output_max=1000)
@@ -89,9 +69,9 @@ def main() -> None:
         next(complete("ann", "acme", "hello model", output_max=1000))
     except LimitExceeded as denied:
         print(f"ann's second call is denied by {denied.decision.rule}")
-    assert left("ann", "requests") == 10 - 2  # the denied call is not counted
-    # All users of the organisation share its budget. The tightest limit is reported.
-    assert left("eve") == 3000 - 62 - 5 - 1002
+    assert left("ann")["user-requests"] == 10 - 2  # the denied call is not counted
+    # All users of the organisation share its budget.
+    assert left("eve")["org-tokens"] == 3000 - 62 - 5 - 1002
 
 
 if __name__ == "__main__":

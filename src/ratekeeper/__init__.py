@@ -26,7 +26,7 @@ from ratekeeper.core.version import __version__
 from ratekeeper.decide.failure import LocalFallback
 from ratekeeper.decide.stores import open_store
 from ratekeeper.fleet.settings import Fleet
-from ratekeeper.limiter import AsyncLimiter, Limiter
+from ratekeeper.limiter import AsyncLimiter, Limiter, Reservation
 from ratekeeper.regions.settings import Regions
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "RatekeeperError",
     "Regions",
     "Request",
+    "Reservation",
     "StoreError",
     "StoreFull",
     "StoreTimeout",

@@ -60,7 +60,7 @@ async def by_asyncio(uri: str) -> AsyncIterator[None]:
     """A limiter for asyncio."""
     async with AsyncLimiter(LIMITS, store=uri) as limiter:
         while await limiter.check("k"):
-            assert await limiter.settle("k", 1, 10).charged == 10
+            assert (await limiter.settle("k", 1, 10)).charged == 10
             yield
 
 

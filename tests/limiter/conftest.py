@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +33,24 @@ class Awaited:
             return self._runner.run(call())
 
         return awaited
+
+    @contextmanager
+    def reserve(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Enter and leave the block in the event loop."""
+        held = self._limiter.reserve(*args, **kwargs)
+        reservation = self._runner.run(held.__aenter__())
+
+        async def use(*units: Any, **costs: Any) -> bool:
+            return reservation.use(*units, **costs)
+
+        try:
+            yield SimpleNamespace(
+                decision=reservation.decision, use=lambda *a, **k: self._runner.run(use(*a, **k))
+            )
+        except BaseException:
+            self._runner.run(held.__aexit__(*sys.exc_info()))
+            raise
+        self._runner.run(held.__aexit__(None, None, None))
 
 
 @pytest.fixture(params=["threads", "asyncio"])

@@ -188,8 +188,8 @@ async def test_a_cancelled_wait_spends_nothing() -> None:
     assert (await limiter.peek("k")).remaining == 2
 
 
-async def _hold(limiter: AsyncLimiter, wait: float) -> None:
-    async with limiter.hold("k", wait=wait):
+async def _reserve(limiter: AsyncLimiter, wait: float) -> None:
+    async with limiter.reserve("k", wait=wait):
         pytest.fail("the block ran")
 
 
@@ -205,8 +205,8 @@ async def _call(limiter: AsyncLimiter) -> None:
     "verb",
     [
         pytest.param(lambda limiter: limiter.wait("k"), id="wait"),
-        pytest.param(lambda limiter: _hold(limiter, 0), id="hold"),
-        pytest.param(lambda limiter: _hold(limiter, 9), id="hold and wait"),
+        pytest.param(lambda limiter: _reserve(limiter, 0), id="reserve"),
+        pytest.param(lambda limiter: _reserve(limiter, 9), id="reserve and wait"),
         pytest.param(_call, id="limit"),
     ],
 )
@@ -229,7 +229,7 @@ async def test_durations_may_be_timedeltas(limiter: AsyncLimiter, clock: ManualC
     """`timeout`, `wait` and `ttl` accept a timedelta, as in Limiter."""
     await limiter.check("k", 2)
     assert not await limiter.wait("k", timeout=timedelta(milliseconds=9_999))
-    async with limiter.hold("k", wait=timedelta(seconds=10)):
+    async with limiter.reserve("k", wait=timedelta(seconds=10)):
         assert clock.now_ns() == 10 * SECOND
     await limiter.grant("k", 1, ttl=timedelta(seconds=1))
     assert (await limiter.peek("k")).remaining == 1
@@ -251,39 +251,6 @@ async def test_concurrent_waits_pass_one_by_one(limiter: AsyncLimiter, clock: Ma
     """Of ten concurrent tasks, two pass at 0 s and then at most one every 10 s."""
     await asyncio.gather(*(limiter.wait("k") for _ in range(10)))
     assert clock.now_ns() >= 80 * SECOND
-
-
-async def test_hold(limiter: AsyncLimiter) -> None:
-    """`hold` spends before the block runs, and raises instead of running the block if denied."""
-    async with limiter.hold("k", 2) as decision:
-        assert decision.remaining == 0
-    with pytest.raises(LimitExceeded) as caught:
-        async with limiter.hold("k"):
-            pytest.fail("the block ran")
-    assert caught.value.decision.retry_after == 10.0
-
-
-async def test_hold_waits(limiter: AsyncLimiter, clock: ManualClock) -> None:
-    """`hold` waits up to `wait` seconds for room, and sleeps the delay of a leaky bucket."""
-    await limiter.check("k", 2)
-    async with limiter.hold("k", wait=10):
-        assert clock.now_ns() == 10 * SECOND
-    queue = AsyncLimiter(QUEUE, clock=clock)
-    for turn in range(3):
-        async with queue.hold("k"):
-            assert clock.now_ns() == (10 + turn) * SECOND
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError])
-@pytest.mark.parametrize(("refund", "left"), [(False, 0), (True, 2)])
-async def test_hold_refunds_a_block_that_raises_if_requested(
-    limiter: AsyncLimiter, kind: type[BaseException], refund: bool, left: int
-) -> None:
-    """With `refund_on_error`, a block that failed or was cancelled costs nothing."""
-    with pytest.raises(kind):
-        async with limiter.hold("k", 2, refund_on_error=refund):
-            raise kind
-    assert (await limiter.peek("k")).remaining == left
 
 
 async def test_the_decorator_limits_calls(limiter: AsyncLimiter) -> None:

@@ -77,7 +77,7 @@ def test_asyncio_answers_the_same() -> None:
 
 
 def test_the_verbs_of_a_leased_limiter() -> None:
-    """refund, settle, grant, reset, hold and wait work as on any store."""
+    """refund, settle, grant, reset, reserve and wait work as on any store."""
     clock, _, limiter = leased()
     for _ in range(10):
         decision = limiter.check(KEY)
@@ -92,9 +92,9 @@ def test_the_verbs_of_a_leased_limiter() -> None:
     assert limiter.settle(KEY, 0, 20).charged == 20
     assert limiter.peek(KEY, 1).retry_after > 11 * 3.6
     limiter.grant(KEY, 3)
-    with limiter.hold(KEY, 3):
+    with limiter.reserve(KEY, 3):
         pass
-    with pytest.raises(LimitExceeded), limiter.hold(KEY):
+    with pytest.raises(LimitExceeded), limiter.reserve(KEY):
         pass
     assert limiter.wait(KEY, 1, timeout=60).allowed
     limiter.reset(KEY)

@@ -75,11 +75,11 @@ def test_counts_of_other_subjects_follow_with_any_denial(
     """Nothing runs in the background; a subject without denials since its line has no other."""
     limiter = Limiter("1/hour")
     for user in ("1", "2", "3"):
-        limiter.hold(f"user:{user}").__enter__()
+        limiter.check(f"user:{user}")
     for user in ("1", "1", "1", "2"):
-        denied(limiter.hold(f"user:{user}").__enter__)
+        denied(limiter.reserve(f"user:{user}").__enter__)
     clock.advance(61)
-    denied(limiter.hold("user:3").__enter__)
+    denied(limiter.reserve("user:3").__enter__)
     found = [(record.subject, record.denials, record.since) for record in caplog.records]  # type: ignore[attr-defined]  # extra
     assert found == [("user:1", 1, 0), ("user:2", 1, 0), ("user:1", 2, 61), ("user:3", 1, 0)]
 
@@ -91,10 +91,10 @@ def test_the_number_of_lines_is_bounded(
     limiter = Limiter("1/hour")
     for number in range(1_000):
         limiter.check(f"user:{number}")
-        denied(limiter.hold(f"user:{number}").__enter__)
+        denied(limiter.reserve(f"user:{number}").__enter__)
     assert len(caplog.records) == SUBJECTS_MAX
     clock.advance(60)
-    denied(limiter.hold("user:999").__enter__)
+    denied(limiter.reserve("user:999").__enter__)
     others = f'subject="(others)" reason=several denials={1_000 - SUBJECTS_MAX} since=60s'
     assert [line for line in caplog.messages if others in line] == [
         f'denied rule="" limit="" {others}'
@@ -106,7 +106,7 @@ def test_the_number_of_lines_is_bounded(
 def test_each_way_that_answers_a_denial_logs_it_once(
     clock: ManualClock, caplog: pytest.LogCaptureFixture, kind: Any
 ) -> None:
-    """Decorators, `hold` with and without a wait, and `wait`; a caller of `check` knows."""
+    """Decorators, `reserve` with and without a wait, and `wait`; a caller of `check` knows."""
     limiter = kind("1/hour")
 
     def call() -> None:
@@ -123,7 +123,7 @@ def test_each_way_that_answers_a_denial_logs_it_once(
         assert not await result(limiter.wait("user:1", timeout=1))
         for key, wait in (("user:2", 0), ("user:3", 1)):
             with pytest.raises(LimitExceeded):
-                await entered(limiter.hold(key, wait=wait))
+                await entered(limiter.reserve(key, wait=wait))
         limited = limiter.limit(key="user:4")(call if kind is Limiter else call_async)
         with pytest.raises(LimitExceeded):
             await result(limited())
@@ -151,9 +151,9 @@ def test_the_line_has_the_rule_that_denied(
     """And what that rule counts by; a deny list has no limit."""
     limiter = Limiter.from_rules(RULES)
     seen = Request(api_key="k", tenant="t1", user="7")
-    with limiter.hold(seen):
+    with limiter.reserve(seen):
         pass
-    denied(limiter.hold(seen).__enter__)
+    denied(limiter.reserve(seen).__enter__)
     limiter.wait(Request(ip="192.0.2.9"), timeout=0)
     assert [line.rpartition(" denials")[0] for line in caplog.messages] == [
         'denied rule="users" limit="1/hour" subject="tenant:t1 user:7" reason=limit',
@@ -182,7 +182,7 @@ def test_a_denial_without_the_store_says_so(
     store = PartlyFailing(clock=clock)
     store.failing = frozenset({"pay"})
     limiter = Limiter("5/hour", name="pay", store=store, on_failure="closed")
-    denied(limiter.hold("user:1").__enter__)
+    denied(limiter.reserve("user:1").__enter__)
     assert "reason=store_unavailable denials=1" in caplog.messages[-1]
 
 
@@ -209,7 +209,7 @@ def test_a_line_has_no_secret_and_stays_one_line(
     """Unknown values are digests, and always the same; texts of clients are escaped and cut."""
     limiter = Limiter("1/hour")
     limiter.check(key)
-    denied(limiter.hold(key).__enter__)
+    denied(limiter.reserve(key).__enter__)
     subject: str = caplog.records[0].subject  # type: ignore[attr-defined]  # extra
     assert re.sub(r"#[0-9a-f]{24}", "#", subject) == shown
     assert caplog.messages[0].isascii()
@@ -226,7 +226,7 @@ def test_a_client_cannot_appear_as_another_one(
     for name in ("sk_victim", None):
         key = f"api_key:{name or shown[0].partition(':')[2]}"
         limiter.check(key)
-        denied(limiter.hold(key).__enter__)
+        denied(limiter.reserve(key).__enter__)
         shown.append(caplog.records[-1].subject)  # type: ignore[attr-defined]  # extra
     assert len(set(shown)) == 2
 

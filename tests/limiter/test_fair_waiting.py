@@ -457,7 +457,7 @@ def test_a_batch_cost_that_would_need_the_last_fifth_is_an_error() -> None:
         limiter.wait("k", 9, priority="batch")
 
 
-def test_hold_and_the_decorator_have_priorities() -> None:
+def test_reserve_and_the_decorator_have_priorities() -> None:
     """With and without a wait."""
     limiter = Limiter("5/second", clock=ManualClock())
 
@@ -466,9 +466,9 @@ def test_hold_and_the_decorator_have_priorities() -> None:
         return "done"
 
     assert work() == "done"
-    with pytest.raises(LimitExceeded), limiter.hold("k", priority="batch"):
+    with pytest.raises(LimitExceeded), limiter.reserve("k", priority="batch"):
         pytest.fail("the block ran")
-    with limiter.hold("k", wait=1, priority="batch"):
+    with limiter.reserve("k", wait=1, priority="batch"):
         assert limiter.peek("k").remaining == 1
 
 
@@ -481,7 +481,7 @@ def test_an_unknown_priority_is_rejected(wait: float) -> None:
         limiter.wait("k", timeout=wait, priority=wrong)
     with (
         pytest.raises(ConfigError, match=r"priority='low' is not known"),
-        limiter.hold("k", wait=wait, priority=wrong),
+        limiter.reserve("k", wait=wait, priority=wrong),
     ):
         pytest.fail("the block ran")
 

@@ -36,7 +36,7 @@ def test_a_client_cannot_spend_the_quota_of_another_by_its_digest(with_rules: bo
 
 
 def test_every_verb_takes_a_request(clock: ManualClock) -> None:
-    """Refund, grant, reset, wait and hold identify a request in the same way."""
+    """Refund, grant, reset, wait and reserve identify a request in the same way."""
     limiter = Limiter("1/m", clock=clock, by=["user"])
     me = Request(user="me")
     limiter.check(me)
@@ -45,7 +45,7 @@ def test_every_verb_takes_a_request(clock: ManualClock) -> None:
     limiter.grant(me, 2)
     assert limiter.wait(me, 3).remaining == 0
     limiter.reset(me)
-    with limiter.hold(me):
+    with limiter.reserve(me):
         assert limiter.peek(me).remaining == 0
 
 

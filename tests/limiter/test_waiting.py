@@ -1,11 +1,10 @@
-"""The verbs of Limiter that wait or wrap a block or a function: wait, hold and limit."""
+"""The verbs of Limiter that wait or wrap a block or a function: wait, reserve and limit."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +20,7 @@ from ratekeeper import (
     Request,
     StoreUnavailable,
 )
-from ratekeeper.decide.stores.memory import PythonMemoryStore
-from ratekeeper.testing import ManualClock, limiting_off
+from ratekeeper.testing import ManualClock
 from tests.clocks import LateClock, ShortClock, TickingClock
 from tests.failing_store import PartlyFailing
 
@@ -139,11 +137,11 @@ def test_a_timeout_may_be_a_timedelta(limiter: Limiter, clock: ManualClock) -> N
     "timeout", [-1, -1e-9, -math.inf, math.nan, True, "5", timedelta(seconds=-1)], ids=repr
 )
 def test_an_invalid_timeout_is_rejected(limiter: Limiter, timeout: Any) -> None:
-    """`wait`, `hold` and the decorator reject it before they spend anything."""
+    """`wait`, `reserve` and the decorator reject it before they spend anything."""
     wrong = r"^timeout=.* is not a length of time; for example timeout=5 \(seconds\)$"
     with pytest.raises(ConfigError, match=wrong):
         limiter.wait("k", timeout=timeout)
-    with pytest.raises(ConfigError, match=wrong), limiter.hold("k", wait=timeout):
+    with pytest.raises(ConfigError, match=wrong), limiter.reserve("k", wait=timeout):
         pytest.fail("the block ran")
     assert limiter.peek("k").remaining == 2
 
@@ -162,8 +160,8 @@ class InterruptedClock(ManualClock):
         raise KeyboardInterrupt
 
 
-def _hold(limiter: Limiter, wait: float) -> None:
-    with limiter.hold("k", wait=wait):
+def _reserve(limiter: Limiter, wait: float) -> None:
+    with limiter.reserve("k", wait=wait):
         pytest.fail("the block ran")
 
 
@@ -171,8 +169,8 @@ def _hold(limiter: Limiter, wait: float) -> None:
     "verb",
     [
         pytest.param(lambda limiter: limiter.wait("k"), id="wait"),
-        pytest.param(lambda limiter: _hold(limiter, 0), id="hold"),
-        pytest.param(lambda limiter: _hold(limiter, 9), id="hold and wait"),
+        pytest.param(lambda limiter: _reserve(limiter, 0), id="reserve"),
+        pytest.param(lambda limiter: _reserve(limiter, 9), id="reserve and wait"),
         pytest.param(
             lambda limiter: limiter.limit("k")(lambda: pytest.fail("it ran"))(), id="limit"
         ),
@@ -194,104 +192,6 @@ def test_a_wait_that_is_interrupted_before_it_spends_refunds_nothing() -> None:
     with pytest.raises(KeyboardInterrupt):
         limiter.wait("k")
     assert limiter.peek("k").remaining == 0
-
-
-# ------------------------------------------------------------------------------------ hold
-
-
-def test_hold_spends_before_the_block(limiter: Limiter) -> None:
-    """The block runs with its decision, and its units stay spent."""
-    with limiter.hold("k", 2) as decision:
-        assert decision.remaining == 0
-    assert limiter.peek("k").remaining == 0
-
-
-def test_hold_does_not_run_when_denied(limiter: Limiter) -> None:
-    """`hold` raises LimitExceeded with the decision."""
-    limiter.check("k", 2)
-    with pytest.raises(LimitExceeded) as caught, limiter.hold("k"):
-        pytest.fail("the block ran")
-    assert caught.value.decision.retry_after == 10.0
-
-
-def test_hold_waits_if_requested(limiter: Limiter, clock: ManualClock) -> None:
-    """`hold` waits up to `wait` seconds for room."""
-    limiter.check("k", 2)
-    with pytest.raises(LimitExceeded), limiter.hold("k", wait=9):
-        pytest.fail("the block ran")
-    with limiter.hold("k", wait=10):
-        assert clock.now_ns() == 10 * SECOND
-
-
-def test_hold_sleeps_the_delay_of_a_leaky_bucket(clock: ManualClock) -> None:
-    """The block runs after the delay, with or without `wait`."""
-    limiter = Limiter(QUEUE, clock=clock)
-    for turn, wait in enumerate([0, 0, 5]):
-        with limiter.hold("k", wait=wait):
-            assert clock.now_ns() == turn * SECOND
-
-
-class Interruption(BaseException):
-    """A BaseException, like KeyboardInterrupt and CancelledError."""
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, Interruption])
-@pytest.mark.parametrize(("refund", "left"), [(False, 0), (True, 2)])
-def test_hold_refunds_a_block_that_raises_if_requested(
-    limiter: Limiter, kind: type[BaseException], refund: bool, left: int
-) -> None:
-    """With `refund_on_error`, a failed block costs nothing. The error is raised in either case."""
-    with pytest.raises(kind), limiter.hold("k", 2, refund_on_error=refund):
-        raise kind
-    assert limiter.peek("k").remaining == left
-
-
-def test_a_block_that_fails_late_returns_no_quota_twice(clock: ManualClock) -> None:
-    """Five blocks stay open for a window and then fail: five requests pass then, not ten."""
-    limiter = Limiter("5/10s", clock=clock)
-    with suppress(RuntimeError), ExitStack() as blocks:
-        for _ in range(5):
-            blocks.enter_context(limiter.hold("k", refund_on_error=True))
-        clock.advance(10)
-        assert sum(limiter.check("k").allowed for _ in range(20)) == 5
-        raise RuntimeError
-    assert limiter.peek("k").remaining == 0
-
-
-def test_hold_refunds_nothing_after_a_denial(limiter: Limiter) -> None:
-    """A denial spends nothing, so there is nothing to refund."""
-    limiter.check("k", 2)
-    with pytest.raises(LimitExceeded), limiter.hold("k", refund_on_error=True):
-        pytest.fail("the block ran")
-    assert limiter.peek("k").remaining == 0
-
-
-def test_hold_refunds_no_granted_units(limiter: Limiter) -> None:
-    """It refunds as `refund` does: the 2 units of the limit, and not the 3 of the grant."""
-    limiter.grant("k", 3)
-    with pytest.raises(RuntimeError), limiter.hold("k", 5, refund_on_error=True):
-        raise RuntimeError
-    assert limiter.peek("k").remaining == 2
-
-
-def test_hold_refunds_nothing_with_limiting_off(limiter: Limiter) -> None:
-    """With limiting off nothing is counted, so a failed block refunds nothing."""
-    limiter.check("k", 2)
-    with limiting_off(), pytest.raises(RuntimeError), limiter.hold("k", refund_on_error=True):
-        raise RuntimeError
-    assert limiter.peek("k").remaining == 0
-
-
-def test_hold_refunds_nothing_after_a_degraded_admission(clock: ManualClock) -> None:
-    """The store had no room and `open` allowed the block without spending. Other units stay
-    spent."""
-    one = Limiter("2/m", store=PythonMemoryStore(clock, 1), clock=clock)
-    both = Limiter("2/m; 9/h", store=one.store, clock=clock)
-    one.check("k")
-    hold = both.hold("k", refund_on_error=True)
-    assert hold.__enter__().degraded
-    assert hold.__exit__(RuntimeError, RuntimeError(), None) is False
-    assert one.peek("k").remaining == 1
 
 
 # ------------------------------------------------------------------------------------ decorator
@@ -462,20 +362,20 @@ def test_an_outage_does_not_lift_the_limit_of_wait(clock: ManualClock, policy: s
 
 
 async def test_an_outage_does_not_lift_the_limit_of_wait_on_asyncio(clock: ManualClock) -> None:
-    """On asyncio as well, and for `hold`."""
+    """On asyncio as well, and for `reserve`."""
     limiter = outgoing(clock, AsyncLimiter)
     found = [(await limiter.wait("api", timeout=0)).allowed for _ in range(3)]
     assert found == [True, True, False]
     with pytest.raises(LimitExceeded):
-        async with limiter.hold("api"):
+        async with limiter.reserve("api"):
             pass
 
 
-def test_an_outage_does_not_lift_the_limit_of_hold(clock: ManualClock) -> None:
+def test_an_outage_does_not_lift_the_limit_of_reserve(clock: ManualClock) -> None:
     """Nor that of the decorator."""
     limiter = outgoing(clock)
-    with limiter.hold("api") as decision:
-        assert decision.degraded
+    with limiter.reserve("api") as reservation:
+        assert reservation.decision.degraded
 
     @limiter.limit(key="api")
     def call() -> bool:
@@ -484,7 +384,7 @@ def test_an_outage_does_not_lift_the_limit_of_hold(clock: ManualClock) -> None:
     assert call()
     with pytest.raises(LimitExceeded):
         call()
-    with pytest.raises(LimitExceeded), limiter.hold("api", wait=5):
+    with pytest.raises(LimitExceeded), limiter.reserve("api", wait=5):
         pass
 
 

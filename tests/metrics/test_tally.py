@@ -88,7 +88,7 @@ def test_a_limiter_without_rules_counts_its_checks(clock: ManualClock | None) ->
         limiter.peek("k")
         limiter.check("k")
         limiter.evaluate_all([("k", 1), ("l", 1)])
-        with pytest.raises(LimitExceeded), limiter.hold("k"):
+        with pytest.raises(LimitExceeded), limiter.reserve("k"):
             pass
         limited = limiter.limit(key="decorated")(lambda: None)
         limited()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratekeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
+from ratekeeper import ConfigError, InvalidCost, InvalidKey, Limit, Request, parse_limits
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency, Limits
 from ratekeeper.core.rates import scaled
 from ratekeeper.decide.regional import AcrossRegions
@@ -854,3 +854,36 @@ def test_no_request_of_a_subject_has_another_rule(found: list[Rule], request_: R
         by = check.rule.by
         if by and all(getattr(request_, name) is not None for name in by):
             assert known[check.rule.id] == check.subject
+
+
+UNITS = """
+version: 1
+rules:
+  - {id: searches, by: user, match: {endpoint: /search}, limits: 5/s, cost: 3}
+  - {id: requests, by: user, limits: 9/s}
+  - {id: search-tokens, by: user, match: {endpoint: /search}, unit: tokens, limits: 50/s}
+  - {id: tokens, by: user, unit: tokens, limits: 90/s, cost: 2}
+  - {id: money, by: tenant, unit: micro_dollars, limits: 90/s, split: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "cost", "units"),
+    [
+        ("/search", 2, {"searches": 6, "search-tokens": 2, "money": 2}),
+        ("/", 2, {"requests": 2, "tokens": 4, "money": 2}),
+        ("/", {"tokens": 7}, {"requests": 1, "tokens": 7, "money": 1}),
+        ("/search", {"tokens": 7, "requests": 2}, {"searches": 6, "search-tokens": 7, "money": 2}),
+        ("/", {"requests": 0, "micro_dollars": 8}, {"requests": 0, "tokens": 0, "money": 8}),
+    ],
+)
+def test_the_first_rule_of_each_unit_applies(endpoint: str, cost: Any, units: Any) -> None:
+    """Rules by the same attribute apply together if they count different units."""
+    plan = compiled_of(UNITS).plan(Request(user="a", tenant="b", endpoint=endpoint), cost)
+    assert {check.rule.id: check.units for check in plan.enforced} == units
+
+
+def test_a_unit_that_no_rule_counts_is_rejected() -> None:
+    """Also for a request that no rule matches: its caller has misspelt it all the same."""
+    with pytest.raises(InvalidCost, match='no limit counts "tokes"; did you mean "tokens"'):
+        compiled_of(UNITS).plan(Request(), {"tokes": 3})

@@ -384,8 +384,8 @@ async def test_refund_grant_and_reset_on_asyncio(store: Store, clock: ManualCloc
     assert (await limiter.peek(ANN)).remaining == 3
 
 
-def test_wait_hold_and_the_decorator(clock: ManualClock) -> None:
-    """`wait`, `hold` and the decorator accept a request."""
+def test_wait_reserve_and_the_decorator(clock: ManualClock) -> None:
+    """`wait`, `reserve` and the decorator accept a request."""
     limiter = Limiter.from_rules(TWO_RULES, clock=clock)
 
     @limiter.limit(key=lambda name: Request(user=name))
@@ -398,14 +398,14 @@ def test_wait_hold_and_the_decorator(clock: ManualClock) -> None:
     before_ns = clock.now_ns()
     assert limiter.wait(Request(user="ann"), timeout=60)
     assert clock.now_ns() - before_ns == 20 * 10**9
-    with pytest.raises(RuntimeError), limiter.hold(BOB, refund_on_error=True):
+    with pytest.raises(RuntimeError), limiter.reserve(BOB):
         raise RuntimeError
     assert limiter.peek(BOB).remaining == 3
-    with limiter.hold(BOB) as decision:
-        assert decision.remaining == 2
+    with limiter.reserve(BOB) as reservation:
+        assert reservation.decision.remaining == 2
 
 
-async def test_wait_hold_and_the_decorator_on_asyncio(clock: ManualClock) -> None:
+async def test_wait_reserve_and_the_decorator_on_asyncio(clock: ManualClock) -> None:
     """They accept a request on asyncio, too."""
     limiter = AsyncLimiter.from_rules(TWO_RULES, clock=clock)
 
@@ -418,7 +418,7 @@ async def test_wait_hold_and_the_decorator_on_asyncio(clock: ManualClock) -> Non
         await greet("ann")
     assert await limiter.wait(Request(user="ann"), timeout=60)
     with pytest.raises(RuntimeError):
-        async with limiter.hold(BOB, refund_on_error=True):
+        async with limiter.reserve(BOB):
             raise RuntimeError
     assert (await limiter.peek(BOB)).remaining == 3
 

@@ -109,7 +109,7 @@ def described(plan: CheckPlan) -> Any:
         [
             (
                 *(check.counter.limits, check.counter.rule, check.counted, check.units),  # type: ignore[union-attr]  # stand-ins
-                *(check.rule, check.step, check.subject, check.cost, check.prepared.limits),
+                *(check.rule, check.step, check.subject, check.weight, check.prepared.limits),
                 *(check.choice.source, check.choice.detail, check.choice.override),
             )
             for check in checks

@@ -63,7 +63,7 @@ async def test_limiting_off_allows_all_and_counts_nothing() -> None:
             assert LIMITER.peek("off").remaining == 2
             assert LIMITER.wait("off").allowed
             assert await later.check("off")
-            with LIMITER.hold("off"):
+            with LIMITER.reserve("off"):
                 pass
         assert LIMITER.check("off", cost=1_000_000).allowed
     assert LIMITER.peek("off").remaining == 2

@@ -649,6 +649,49 @@ def test_a_later_settlement_is_applied_as_a_difference() -> None:
     assert charge.take() == (37, 40)
 
 
+UNIT_RULES = """
+version: 1
+rules:
+  - {id: requests, by: user, limits: 10/hour}
+  - {id: tokens, by: user, unit: tokens, limits: 1000/hour}
+"""
+
+
+@pytest.mark.parametrize(
+    ("cost", "settled", "left"),
+    [
+        ({"tokens": 400}, {"units": 37}, [9, 963]),
+        ({"requests": 2, "tokens": 400}, {"costs": {"tokens": 37}}, [8, 963]),
+        ({"tokens": 400}, {"costs": {"requests": 3}}, [7, 600]),
+        (1, {"costs": {"tokens": 37}}, [9, 963]),
+        (lambda _: {"tokens": 400}, {"costs": {"tokens": 700}}, [9, 300]),
+        ({"tokens": 400}, None, [10, 1_000]),
+    ],
+)
+def test_a_charge_by_unit(make: Make, cost: Any, settled: Any, left: list[int]) -> None:
+    """`cost` and the settlement may be costs by unit; a refund returns all of them."""
+    limiter = Limiter.from_rules(UNIT_RULES)
+    enforcer = make(
+        rules=UNIT_RULES, store=limiter.store, cost=cost, key=lambda _: Request(user="ann")
+    )
+    charge = enforcer.enter(_request())
+    with pytest.raises(InvalidCost, match='no limit counts "token"; did you mean "tokens"'):
+        charge.settle(costs={"token": 1})
+    if settled is None:
+        charge.refund()
+    else:
+        charge.settle(**settled)
+    enforcer.leave(charge, 200)
+    explained = limiter.explain(Request(user="ann")).rules
+    assert [each.decision and each.decision.remaining for each in explained] == left
+
+
+def test_costs_by_unit_need_rules() -> None:
+    """Limits without rules count one unit, so the option is rejected at startup."""
+    with pytest.raises(InvalidCost, match='no limit counts "tokens"'):
+        EnforcerOptions(limits="9/s", cost={"tokens": 3})
+
+
 def test_an_outcome_that_does_not_count_is_free() -> None:
     """`count` takes precedence over `settle`: a successful login is free."""
     charge = charge_of(_result(), "k", 1)

@@ -44,7 +44,7 @@ def send_newsletter() -> str:
 
 def charge_card(user: str) -> str:
     try:
-        with cards.hold(user):
+        with cards.reserve(user):
             return "charged"
     except LimitExceeded:
         return "declined"

@@ -387,7 +387,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
     their ids. It is None in other decisions, and in a copy from a pickle.
 
     `uncounted` is not a field of the decision. It has the checks that the failure policy `open` let
-    pass without counting, for `wait` and `hold`, which count them on this machine.
+    pass without counting, for `wait` and `reserve`, which count them on this machine.
     """
 
     __slots__ = (
@@ -620,7 +620,8 @@ class CheckResult(NamedTuple):
 class Settlement(NamedTuple):
     """What a settled request is charged. See Limiter.settle.
 
-    `charged`    units in all: the most that a later refund of the request can return.
+    `charged`    units in all: the most that a later refund of the request can return. By unit, if
+                 the actual cost is.
     `forgiven`   units of the cost that a limit of the request did not charge, because it owes as
                  much as it may already. If several did so, the most of them.
     `uncounted`  units of the cost whose charge a store has not confirmed. They are not charged
@@ -629,7 +630,7 @@ class Settlement(NamedTuple):
                  other numbers are 0.
     """
 
-    charged: int
+    charged: int | Mapping[str, int]
     forgiven: int = 0
     uncounted: int = 0
     repeated: bool = False

@@ -219,15 +219,9 @@ class Recorder:
             if all_pass or not result.decision.allowed:
                 self.note(request, result, cost, now_ns, request_id)
 
-    def settle(self, result: CheckResult, units: int, now_ns: int) -> None:
-        """Correct usage by units that were spent, or given back (below 0), after a check.
-
-        `result` is that of a check of the same request with one unit: it has the subjects and
-        their price per unit.
-        """
-        minute = now_ns // MINUTE_NS
-        for applied, (subject, each) in zip(result.applied, result.counted, strict=False):
-            self._counts((subject, applied.rule, minute))[2] += units * each
+    def settle(self, rule: str, subject: str, units: int, now_ns: int) -> None:
+        """Correct usage by units that were spent, or given back (below 0), after a check."""
+        self._counts((subject, rule, now_ns // MINUTE_NS))[2] += units
 
     def note_excess(self, rule: str, subject: str, region: str, units: int) -> None:  # noqa: ARG002 - as the listener of RegionMonitor.on_excess
         """Record that regions together were above an eventual limit. For the thread of the sync.

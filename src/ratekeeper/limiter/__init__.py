@@ -2,5 +2,6 @@
 
 from ratekeeper.limiter.async_limiter import AsyncLimiter
 from ratekeeper.limiter.limiter import Limiter
+from ratekeeper.limiter.reservations import Reservation
 
-__all__ = ["AsyncLimiter", "Limiter"]
+__all__ = ["AsyncLimiter", "Limiter", "Reservation"]

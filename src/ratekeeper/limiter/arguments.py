@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from ratekeeper.core.costs import Cost, Costs
 from ratekeeper.core.errors import ConfigError, InvalidOption, show
 from ratekeeper.core.model import Request
 from ratekeeper.core.subjects import Key
@@ -20,6 +21,8 @@ KeySource = Key | Callable[..., Key | Request] | None
 """The key of a decorated function: a key, or a function of its arguments that returns one."""
 CostSource = int | Callable[..., int]
 """The cost of a decorated function: units, or a function of its arguments that returns them."""
+CostsSource = Costs | Callable[..., Costs]
+"""The same as costs by unit."""
 
 
 P = ParamSpec("P")
@@ -116,6 +119,6 @@ def key_of(
     return key(*args, **kwargs) if callable(key) else key
 
 
-def cost_of(cost: CostSource, args: Any, kwargs: Any) -> int:
+def cost_of(cost: CostSource | CostsSource, args: Any, kwargs: Any) -> Cost:
     """Return the cost of a call of a decorated function."""
     return cost(*args, **kwargs) if callable(cost) else cost

@@ -9,14 +9,16 @@ from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
 from ratekeeper.core import switches
+from ratekeeper.core.costs import Cost, Costs
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
-from ratekeeper.core.steps import Call, Steps, asked, run_async
+from ratekeeper.core.steps import Steps, asked, run, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
 from ratekeeper.decide.store import shared_store
 from ratekeeper.limiter.arguments import (
     CostSource,
+    CostsSource,
     KeySource,
     cost_of,
     key_of,
@@ -24,7 +26,8 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.charges import RuleCharge
+from ratekeeper.limiter.charges import Owed, RuleCharge
+from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.limiter.waiting import Priority
@@ -56,33 +59,44 @@ class AsyncLimiter(LimiterSetup):
         # The quick check of a store that answers at once; None if its answers are awaited.
         self._check_at_once = self._quick_check() if self._store.is_local else None
 
-    async def check(self, key: Key | Request, cost: int = 1) -> Decision:
+    async def check(
+        self, key: Key | Request, cost: int = 1, *, costs: Costs | None = None
+    ) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
+        wanted = cost if costs is None else costs
         if self._check_at_once is not None:
-            return self._check_at_once(key, cost)
-        plan = self._plan(key, cost)
+            return self._check_at_once(key, wanted)
+        plan = self._plan(key, wanted)
         if switches.limiting_off:
             return self._unlimited()
         return (await self._path.decide_async(plan, key))[0]
 
-    async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
+    async def peek(
+        self, key: Key | Request, cost: int = 1, *, costs: Costs | None = None
+    ) -> Decision:
         """Return the decision that `check` would make now. Spends nothing."""
-        return await run_async(self._peek(key, cost))
+        return await run_async(self._peek(key, cost if costs is None else costs))
 
     async def evaluate(
-        self, key: Key | Request, cost: int = 1, *, spend: bool = True
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        *,
+        costs: Costs | None = None,
+        spend: bool = True,
     ) -> CheckResult:
         """Check (or, without `spend`, peek) and return a result. See Limiter.evaluate."""
+        wanted = cost if costs is None else costs
         if not spend:
-            return await run_async(self._peek_result(key, cost))
+            return await run_async(self._peek_result(key, wanted))
         if self._check_at_once is not None:
-            return self._evaluate(key, cost)
-        plan = self._plan(key, cost)
+            return self._evaluate(key, wanted)
+        plan = self._plan(key, wanted)
         if switches.limiting_off:
             return CheckResult(self._unlimited(), kind="unlimited")
         return self._path.result(plan, *await self._path.decide_async(plan, key))
 
-    def evaluate_at_once(self, key: Key | Request, cost: int = 1) -> CheckResult:
+    def evaluate_at_once(self, key: Key | Request, cost: Cost = 1) -> CheckResult:
         """Check in this thread and return a result, on a store that `answers_at_once`."""
         return self._evaluate(key, cost)
 
@@ -94,45 +108,48 @@ class AsyncLimiter(LimiterSetup):
         """
         return self._check_at_once is not None and "evaluate" not in vars(self)
 
-    async def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
+    async def evaluate_all(self, checks: Sequence[tuple[Key | Request, Cost]]) -> list[CheckResult]:
         """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""
         return await run_async(self._evaluate_all(checks))
 
     async def settle(
         self,
         key: Key | Request,
-        reserved: int,
-        actual: int,
+        reserved: Cost,
+        actual: Cost,
         decision: Decision | None = None,
         reservation: str = "",
     ) -> Settlement:
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
         return await run_async(self._settle(key, reserved, actual, decision, reservation))
 
-    async def once(
+    async def settle_charges(
+        self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
+    ) -> list[Owed]:
+        """Make a request cost `actual` that has cost each rule the units of its check so far.
+
+        Only rules of `charged` get units back, as of the times of their charges; `checks` are the
+        rules that may be charged more. Returns what was not charged, for each of `checks`.
+        Raises StoreError, after all rules were tried.
+        """
+        return await run_async(self._settling(charged, checks, actual))
+
+    async def settle_once(
         self,
         key: Key | Request,
         reservation: str,
-        settle: Callable[[], Awaitable[Settlement]],
+        charged: Sequence[RuleCharge],
+        checks: Sequence[RuleCheck],
+        actual: Cost,
         scope: tuple[str, ...] = (),
-    ) -> Settlement:
-        """Await `settle`, unless the store knows a settlement of this reservation of the key.
+    ) -> list[Owed] | None:
+        """Settle charges, unless the store knows a settlement of this reservation of the key.
 
-        If `settle` raises, a later call tries again. Reservations of another `scope` are others.
+        Returns None then. If it raises, a later call tries again. Reservations of another `scope`
+        are others.
         """
-
-        def settling() -> Steps[Settlement]:
-            result: Settlement = yield Call(settle)
-            return result
-
-        return await run_async(self._once(key, reservation, settling(), scope))
-
-    async def refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> None:
-        """Return units to each of these rules, as of the times of their charges.
-
-        Raises StoreError, after all rules were tried.
-        """
-        await run_async(self._refund_charges(charges, cost))
+        settling = self._settling(charged, checks, actual)
+        return await run_async(self._once(key, reservation, settling, scope))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""
@@ -187,10 +204,15 @@ class AsyncLimiter(LimiterSetup):
         return await run_async(self._is_barred(rule, subject))
 
     async def refund(
-        self, key: Key | Request, cost: int = 1, decision: Decision | None = None
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        decision: Decision | None = None,
+        *,
+        costs: Costs | None = None,
     ) -> None:
         """Undo a decision that spent `cost` units. Raises StoreError. See Limiter.refund."""
-        await run_async(self._refund(key, cost, decision))
+        await run_async(self._refund(key, cost if costs is None else costs, decision))
 
     async def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units for `ttl` seconds (by default one window). Raises StoreError."""
@@ -214,38 +236,57 @@ class AsyncLimiter(LimiterSetup):
         cost: int = 1,
         timeout: Duration | None = None,
         priority: Priority = "interactive",
+        *,
+        costs: Costs | None = None,
     ) -> Decision:
         """Spend `cost` units, sleeping until they fit. See Limiter.wait."""
-        return await run_async(self._wait(key, cost, timeout, priority))
+        return await run_async(self._wait(key, cost if costs is None else costs, timeout, priority))
 
     @asynccontextmanager
-    async def hold(
+    async def reserve(
         self,
         key: Key | Request,
         cost: int = 1,
         *,
+        costs: Costs | None = None,
         wait: Duration = 0,
         priority: Priority = "interactive",
-        refund_on_error: bool = False,
-    ) -> AsyncIterator[Decision]:
-        """Spend before the block runs, or raise LimitExceeded. See Limiter.hold."""
-        decision = await run_async(self._pass(key, cost, wait, priority))
+    ) -> AsyncIterator[Reservation]:
+        """Charge an estimate, and settle what the block has used. See Limiter.reserve.
+
+        The end is settled also if the task is cancelled.
+        """
+        reservation = await run_async(
+            self._reserving(key, cost if costs is None else costs, wait, priority)
+        )
         try:
-            yield decision
+            yield reservation
         except BaseException:
-            if refund_on_error:
-                await run_async(self._take_back(key, cost, decision))
+            await run_async(reservation.ending(True))
             raise
+        await run_async(reservation.ending(False))
+
+    def _reservation_verbs(self) -> ReservationVerbs:
+        at_once = self._check_at_once
+        return ReservationVerbs(
+            self.check if at_once is None else at_once,
+            _as_task if at_once is None else run,
+            self._settle,
+            self._take_back,
+            self._clock.now_ns,
+        )
 
     def limit(
         self,
         key: KeySource = None,
         cost: CostSource = 1,
         *,
+        costs: CostsSource | None = None,
         wait: Duration = 0,
         priority: Priority = "interactive",
     ) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
         """Decorate an async function: each call spends, or raises LimitExceeded."""
+        spent = cost if costs is None else costs
 
         def decorate(
             function: Callable[P, Awaitable[R]],
@@ -256,13 +297,13 @@ class AsyncLimiter(LimiterSetup):
             if kind == "async generator":
                 raise ConfigError(
                     f"{name_of(function)} is an async generator, which is not awaited; put "
-                    f"`async with limiter.hold(key)` inside it"
+                    f"`async with limiter.reserve(key)` inside it"
                 )
 
             @wraps(function)
             async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait, priority))
+                await run_async(self._pass(subject, cost_of(spent, args, kwargs), wait, priority))
                 return await function(*args, **kwargs)
 
             return limited
@@ -282,3 +323,7 @@ class AsyncLimiter(LimiterSetup):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+
+def _as_task(steps: Steps[None]) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(run_async(steps))

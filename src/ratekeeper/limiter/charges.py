@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+from ratekeeper.core.costs import REQUESTS, Cost, merged_cost
 from ratekeeper.core.errors import StoreError
-from ratekeeper.core.model import UNITS_MAX, Decision, decision_with
+from ratekeeper.core.model import UNITS_MAX, Decision, Settlement, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.combine import combine_decisions
@@ -64,12 +65,12 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
     return [(source, decision.charged_ns)]
 
 
-def refunding(charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
-    """Return units to each of these rules. Raises StoreError, after all rules were tried."""
+def refunding(charges: Sequence[RuleCharge]) -> Steps[None]:
+    """Return the units of each check to its rule. Raises StoreError, after all rules were tried."""
     failure: StoreError | None = None
     for check, charged_ns in charges:
         try:
-            yield Call(check.counter.refund, check.counted, check.units_of(cost), charged_ns)
+            yield Call(check.counter.refund, check.counted, check.units, charged_ns)
         except StoreError as error:
             failure = failure or error
     if failure is not None:
@@ -87,30 +88,60 @@ def _log_forgiven(rule: str, units: int, wanted: int) -> None:
     )
 
 
-def owing(charges: Sequence[RuleCharge], units: int, counts: Counts) -> Steps[tuple[int, int]]:
-    """Charge more units of a cost to each of these rules, in full.
+class Owed(NamedTuple):
+    """The units of a late charge that a rule was not charged."""
 
-    Returns the most units that an enforced rule has forgiven, and the most that a store has not
-    confirmed. These are not charged again: they may have been charged.
-    """
-    forgiven = uncounted = 0
-    for check, _ in charges:
-        wanted = check.units_of(units)
-        if not wanted:
-            continue
-        beyond, failed = max(wanted - UNITS_MAX, 0), 0
-        try:
-            beyond += yield Call(check.counter.owe, check.counted, wanted - beyond)
-        except StoreError as error:
-            beyond, failed = 0, wanted
-            _log.note("a settled cost may not have been charged: %s", error, key="failed")
-        if check.rule.mode != "shadow":
-            counted = counts.of(check.rule.id)
-            counted.settled += wanted - beyond - failed
-            counted.forgiven += beyond
-            if beyond:
-                _log_forgiven(check.rule.id, beyond, wanted)
-            # Rounded up: what a rule charges in part is not charged whole.
-            forgiven = max(forgiven, -(-beyond * units // wanted))
-            uncounted = max(uncounted, -(-failed * units // wanted))
-    return forgiven, uncounted
+    forgiven: int
+    """A limit owes as much as it may."""
+    uncounted: int
+    """The store has not confirmed the charge. It is not repeated: it may have been made."""
+
+
+CHARGED: Final = Owed(0, 0)
+
+
+def owing(check: RuleCheck, wanted: int, counts: Counts) -> Steps[Owed]:
+    """Charge more units to a rule, in full. Returns what was not charged."""
+    beyond, failed = max(wanted - UNITS_MAX, 0), 0
+    try:
+        beyond += yield Call(check.counter.owe, check.counted, wanted - beyond)
+    except StoreError as error:
+        beyond, failed = 0, wanted
+        _log.note("a settled cost may not have been charged: %s", error, key="failed")
+    if check.rule.mode == "shadow":
+        return CHARGED
+    counted = counts.of(check.rule.id)
+    counted.settled += wanted - beyond - failed
+    counted.forgiven += beyond
+    if beyond:
+        _log_forgiven(check.rule.id, beyond, wanted)
+    return Owed(beyond, failed)
+
+
+def settlement_of(
+    checks: Sequence[RuleCheck], owed: Sequence[Owed] | None, reserved: Cost | None, actual: Cost
+) -> Settlement:
+    """Return what a settled request is charged. `owed` is None if it was settled before."""
+    if owed is None:
+        return Settlement(0, repeated=True)
+    if isinstance(actual, int) and not any(map(any, owed)):
+        return Settlement(actual)
+    forgiven: dict[str, int] = {}
+    uncounted: dict[str, int] = {}
+    for check, each in zip(checks, owed, strict=True):
+        unit = check.rule.unit
+        # Rounded up: what a rule charges in part is not charged whole.
+        weight = check.weight if isinstance(actual, int) or unit == REQUESTS else 1
+        for found, units in ((forgiven, each.forgiven), (uncounted, each.uncounted)):
+            if units:
+                found[unit] = max(found.get(unit, 0), -(-units // weight))
+    most, failed = max(forgiven.values(), default=0), max(uncounted.values(), default=0)
+    if isinstance(actual, int):
+        least = min(reserved, actual) if isinstance(reserved, int) else 0
+        return Settlement(max(actual - most - failed, least), most, failed)
+    cost = actual if reserved is None else merged_cost(reserved, actual)
+    charged = {
+        unit: max(units - forgiven.get(unit, 0) - uncounted.get(unit, 0), 0)
+        for unit, units in cost.items()  # type: ignore[union-attr]  # actual is by unit, and so is it
+    }
+    return Settlement(charged, most, failed)

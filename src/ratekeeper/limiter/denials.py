@@ -1,6 +1,6 @@
 """The log of denials: a line for each rule and subject that is denied, at most one a minute.
 
-Middleware, decorators, `hold` and `wait` answer a denial themselves, so an application does not
+Middleware, decorators, `reserve` and `wait` answer a denial themselves, so an application does not
 see it. They log it (`LimiterVerbs.log_denial`) on the logger `ratekeeper.denied`:
 
     denied rule="login" limit="5 in any minute" subject="user:42" reason=limit denials=7 since=60s

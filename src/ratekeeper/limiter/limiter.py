@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, Self, TypeVar
 
+from ratekeeper.core.costs import Cost, Costs
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
 from ratekeeper.core.steps import run
 from ratekeeper.core.subjects import Key
 from ratekeeper.limiter.arguments import (
     CostSource,
+    CostsSource,
     KeySource,
     cost_of,
     key_of,
@@ -20,6 +22,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
+from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.limiter.waiting import Priority
@@ -46,38 +49,53 @@ class Limiter(LimiterSetup):
         if type(self).check is _CHECK:
             self.check = self._quick_check()  # type: ignore[method-assign]  # see above
 
-    def check(self, key: Key | Request, cost: int = 1) -> Decision:
+    def check(self, key: Key | Request, cost: int = 1, *, costs: Costs | None = None) -> Decision:
         """Spend `cost` units of the key's quota if all limits have room; else spend nothing.
 
-        Raises InvalidKey and InvalidCost for an invalid key or cost, and CapacityError for a cost
-        that never fits.
+        `costs` are costs by unit instead, for rules with a `unit`:
+        `{"requests": 1, "tokens": 1_200}`. A rule whose unit is not among them counts the requests,
+        each at the rule's own `cost`.
+
+        Raises InvalidKey and InvalidCost for an invalid key or cost, and for a unit that no rule
+        counts; CapacityError for a cost that never fits.
         """
-        return self._check(key, cost)
+        return self._check(key, cost, costs=costs)
 
-    def peek(self, key: Key | Request, cost: int = 1) -> Decision:
+    def peek(self, key: Key | Request, cost: int = 1, *, costs: Costs | None = None) -> Decision:
         """Return the decision that `check` would make now. Spends nothing."""
-        return run(self._peek(key, cost))
+        return run(self._peek(key, cost if costs is None else costs))
 
-    def evaluate(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> CheckResult:
+    def evaluate(
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        *,
+        costs: Costs | None = None,
+        spend: bool = True,
+    ) -> CheckResult:
         """Check (or, without `spend`, peek) and return a result, for an answer to a client."""
-        return self._evaluate(key, cost) if spend else run(self._peek_result(key, cost))
+        wanted = cost if costs is None else costs
+        return self._evaluate(key, wanted) if spend else run(self._peek_result(key, wanted))
 
-    def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
+    def evaluate_all(self, checks: Sequence[tuple[Key | Request, Cost]]) -> list[CheckResult]:
         """Return a result for each (key, cost), in order; if any is denied, nothing is spent.
 
-        Raises the errors of `check`, and spends nothing then.
+        A cost is a number or costs by unit. Raises the errors of `check`, and spends nothing then.
         """
         return run(self._evaluate_all(checks))
 
     def settle(
         self,
         key: Key | Request,
-        reserved: int,
-        actual: int,
+        reserved: Cost,
+        actual: Cost,
         decision: Decision | None = None,
         reservation: str = "",
     ) -> Settlement:
         """Make a request that was charged `reserved` units cost `actual`.
+
+        Both may be costs by unit. A unit that `actual` does not name stays as it was reserved, and
+        `actual=0` returns all units.
 
         Surplus units are refunded, as far as time has not returned them: `decision` is that of the
         reservation, as in `refund`. Missing units are charged in full, because the request was
@@ -99,8 +117,17 @@ class Limiter(LimiterSetup):
         found = rules.explained(request_of(request), units_of(cost, "cost"))
         return run(self._answers_of(*found))
 
-    def refund(self, key: Key | Request, cost: int = 1, decision: Decision | None = None) -> None:
+    def refund(
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        decision: Decision | None = None,
+        *,
+        costs: Costs | None = None,
+    ) -> None:
         """Undo a decision that spent `cost` units, or a part of them. Raises StoreError.
+
+        It returns what a check of this `cost`, or of these `costs`, charges to each rule.
 
         `decision` is the one that `check` returned for this key. It has the time of the charge, and
         the refund returns only units that time has not returned meanwhile. So other requests stay
@@ -113,7 +140,7 @@ class Limiter(LimiterSetup):
         window, the oldest entries of a log, or units in use of a bucket; never more than an
         untouched quota. Units that were drawn from a grant stay spent.
         """
-        run(self._refund(key, cost, decision))
+        run(self._refund(key, cost if costs is None else costs, decision))
 
     def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units on top of every limit for `ttl` seconds (by default one window).
@@ -132,6 +159,8 @@ class Limiter(LimiterSetup):
         cost: int = 1,
         timeout: Duration | None = None,
         priority: Priority = "interactive",
+        *,
+        costs: Costs | None = None,
     ) -> Decision:
         """Spend `cost` units, sleeping until they fit; at most `timeout` seconds in all.
 
@@ -141,46 +170,57 @@ class Limiter(LimiterSetup):
         lets all others that wait go first. It also sleeps a leaky bucket's delay, so the caller can
         proceed at once after an allowed decision. While the
         store is unavailable and `on_failure` is "open", it limits by the counts of this machine,
-        as `hold` and the decorator do: an outage does not lift the limit.
+        as `reserve` and the decorator do: an outage does not lift the limit.
         """
-        return run(self._wait(key, cost, timeout, priority))
+        return run(self._wait(key, cost if costs is None else costs, timeout, priority))
 
     @contextmanager
-    def hold(
+    def reserve(
         self,
         key: Key | Request,
         cost: int = 1,
         *,
+        costs: Costs | None = None,
         wait: Duration = 0,
         priority: Priority = "interactive",
-        refund_on_error: bool = False,
-    ) -> Iterator[Decision]:
-        """Spend before the block runs; raise LimitExceeded instead of running it if denied.
+    ) -> Iterator[Reservation]:
+        """Charge an estimate before the block runs, and settle what it has used at its end.
 
-        `wait` is how many seconds to wait for room, and `priority` is as in `wait`. With
-        `refund_on_error` a block that raises costs nothing.
+        Raises LimitExceeded instead of running the block if the reservation is denied. `wait` is
+        how many seconds to wait for room, and `priority` is as in `wait`. The block reports what it
+        uses: `reservation.use(37)`.
+
+        A block that never does stays charged as reserved. One that raises and has used nothing is
+        refunded. If the process dies, the reservation stays charged.
         """
-        decision = run(self._pass(key, cost, wait, priority))
+        reservation = run(self._reserving(key, cost if costs is None else costs, wait, priority))
         try:
-            yield decision
+            yield reservation
         except BaseException:
-            if refund_on_error:
-                run(self._take_back(key, cost, decision))
+            run(reservation.settling(True))
             raise
+        run(reservation.settling(False))
+
+    def _reservation_verbs(self) -> ReservationVerbs:
+        return ReservationVerbs(self.check, run, self._settle, self._take_back, self._clock.now_ns)
 
     def limit(
         self,
         key: KeySource = None,
         cost: CostSource = 1,
         *,
+        costs: CostsSource | None = None,
         wait: Duration = 0,
         priority: Priority = "interactive",
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a function: each call spends, and raises LimitExceeded when denied.
 
         `key` is a key, or a function of the call's arguments that returns one; by default the
-        decorated function itself is the key. `cost` likewise. `wait` and `priority` as in `hold`.
+        decorated function itself is the key. `cost` and `costs` likewise. `wait` and `priority` as
+        in `reserve`.
         """
+
+        spent = cost if costs is None else costs
 
         def decorate(function: Callable[P, R]) -> Callable[P, R]:
             if kind_of(function) != "plain":
@@ -189,7 +229,7 @@ class Limiter(LimiterSetup):
             @wraps(function)
             def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                run(self._pass(subject, cost_of(cost, args, kwargs), wait, priority))
+                run(self._pass(subject, cost_of(spent, args, kwargs), wait, priority))
                 return function(*args, **kwargs)
 
             return limited

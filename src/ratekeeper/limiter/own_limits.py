@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ratekeeper.core.costs import REQUESTS, Cost, units_in
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
 from ratekeeper.core.subjects import Key, subject_of, subject_of_request
@@ -13,6 +14,7 @@ from ratekeeper.rules.compiled import (
     LimitChoice,
     PreparedLimits,
     RuleCheck,
+    check_units,
 )
 from ratekeeper.rules.document.model import Rule
 
@@ -50,21 +52,22 @@ class OwnLimits:
         """The rule, as results have it."""
         return self._prepared.alone
 
-    def plan(self, key: Key | Request, cost: int) -> CheckPlan:
-        """Return the one charge of a check."""
+    def plan(self, key: Key | Request, cost: Cost) -> CheckPlan:
+        """Return the one charge of a check. Raises InvalidCost for a unit other than requests."""
         subject = self.subject_of(key)
+        check_units(cost, (REQUESTS,))
         return CheckPlan(
             (
                 RuleCheck(
                     self.counter,
                     subject,
-                    cost,
+                    units_in(cost, REQUESTS, 1),
                     self.rule,
                     self._choice,
                     FACTOR_STEPS,
                     self._prepared,
                     subject,
-                    cost,
+                    1,
                 ),
             )
         )

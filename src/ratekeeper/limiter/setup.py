@@ -7,7 +7,7 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, clock_of
+from ratekeeper.core.costs import REQUESTS, Cost, Costs
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import (
     DEFAULT_NAME,
@@ -59,6 +60,7 @@ from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.entry_table import EntryTable
 from ratekeeper.rules.load import Loads, SourceFactor
 from ratekeeper.rules.penalties import Penalties, Penalty
+from ratekeeper.rules.prices import costs_of_usage
 
 if TYPE_CHECKING:
     from ratekeeper.control.follow import Follower, LoadedRules, RulesStatus
@@ -329,9 +331,26 @@ class LimiterSetup(LimiterVerbs):
         return self._rules().compiled_rules
 
     @property
+    def units(self) -> tuple[str, ...]:
+        """What the limits count: requests, and the units of the rules."""
+        return (REQUESTS,) if self._engine is None else self.compiled_rules.units
+
+    @property
     def has_rules(self) -> bool:
         """True for a limiter that was made with `from_rules`."""
         return self._engine is not None
+
+    def costs_of(self, model: str, usage: Mapping[str, int]) -> dict[str, int]:
+        """Return what the usage of a language model costs, in the units that the rules count.
+
+        `usage` is the number of tokens by kind, as in the `prices` of the rules:
+        `{"input": 900, "output": 300}`. The costs are `tokens`, all of them; `input_tokens` and so
+        on, of one kind; and `micro_dollars`, by the prices of the model, rounded up.
+
+        Raises ConfigError for a model or a kind without a price: no usage is free by a slip.
+        """
+        rules = self.compiled_rules
+        return costs_of_usage(rules.document.prices, rules.units, model, usage)
 
     def stats(self) -> StoreStats:
         """Return the statistics of the store."""
@@ -445,9 +464,10 @@ def _check_of_rules(
 ) -> Callable[..., Decision]:
     """Return a check that calls `fallback` for anything but a Request whose check is compiled."""
 
-    def check(request: Request, cost: int = 1) -> Decision:
+    def check(request: Request, cost: Cost = 1, *, costs: Costs | None = None) -> Decision:
         if (
-            type(request) is Request
+            costs is None
+            and type(request) is Request
             and type(cost) is int
             and cost == 1
             and not switches.limiting_off
@@ -457,7 +477,7 @@ def _check_of_rules(
                 decision = found[1].check(request)
                 if decision is not None:
                     return decision
-        return fallback(request, cost)
+        return fallback(request, cost, costs=costs)
 
     return check
 

@@ -8,7 +8,7 @@ decision, `AsyncLimiter.check` is awaited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, duration_ns, seconds_from_ns
+from ratekeeper.core.costs import Cost, Costs, check_settlement, checked_cost, largest_in
 from ratekeeper.core.errors import (
     CapacityError,
     ConfigError,
@@ -33,7 +34,6 @@ from ratekeeper.core.model import (
     Settlement,
     check_name,
     decision_with,
-    units_of,
 )
 from ratekeeper.core.steps import Call, Steps, Undo
 from ratekeeper.core.subjects import Key, subject_of
@@ -41,10 +41,19 @@ from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
 from ratekeeper.decide.store import Store
 from ratekeeper.limiter.arguments import request_of
-from ratekeeper.limiter.charges import RuleCharge, charges_in, owing, refunding
+from ratekeeper.limiter.charges import (
+    CHARGED,
+    Owed,
+    RuleCharge,
+    charges_in,
+    owing,
+    refunding,
+    settlement_of,
+)
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
 from ratekeeper.limiter.path import CheckPath
+from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
 from ratekeeper.limiter.waiting import (
     BEHIND_NS_MIN,
     LOOK_S_MAX,
@@ -97,22 +106,22 @@ class LimiterVerbs:
 
     # ── Check ──────────────────────────────────────────────────────────────────────────────────
 
-    def _plan(self, key: Key | Request, cost: int, what: str = "cost") -> CheckPlan:
+    def _plan(self, key: Key | Request, cost: Cost, what: str = "cost") -> CheckPlan:
         """Return the charges of a check. Raises InvalidKey, InvalidCost and ConfigError."""
         if self._engine is not None:
             # Nearly every call has these types, which need no further examination.
             request = key if type(key) is Request else request_of(key)
-            units = cost if type(cost) is int and cost >= 0 else units_of(cost, what)
+            units = cost if type(cost) is int and cost >= 0 else checked_cost(cost, what)
             return self._engine.compiled_rules.plan(request, units)
         assert self._own is not None, "a limiter has rules or limits"  # noqa: S101 - ours
-        return self._own.plan(key, units_of(cost, what))
+        return self._own.plan(key, checked_cost(cost, what))
 
-    def _check(self, key: Key | Request, cost: int = 1) -> Decision:
+    def _check(self, key: Key | Request, cost: Cost = 1, *, costs: Costs | None = None) -> Decision:
         """Check in this thread."""
-        plan = self._plan(key, cost)
+        plan = self._plan(key, cost if costs is None else costs)
         return self._unlimited() if switches.limiting_off else self._path.decide(plan, key)[0]
 
-    def _evaluate(self, key: Key | Request, cost: int = 1) -> CheckResult:
+    def _evaluate(self, key: Key | Request, cost: Cost = 1) -> CheckResult:
         """Check in this thread, and return a result."""
         if switches.limiting_off:
             self._plan(key, cost)
@@ -125,17 +134,17 @@ class LimiterVerbs:
         plan = self._plan(key, cost)
         return self._path.result(plan, *self._path.decide(plan, key))
 
-    def _peek_result(self, key: Key | Request, cost: int) -> Steps[CheckResult]:
+    def _peek_result(self, key: Key | Request, cost: Cost) -> Steps[CheckResult]:
         plan = self._plan(key, cost)
         if switches.limiting_off:
             return CheckResult(self._unlimited(), kind="unlimited")
         return self._path.result(plan, (yield from self._path.peeking(plan, key)))
 
-    def _peek(self, key: Key | Request, cost: int) -> Steps[Decision]:
+    def _peek(self, key: Key | Request, cost: Cost) -> Steps[Decision]:
         return (yield from self._peek_result(key, cost)).decision
 
     def _evaluate_all(
-        self, checks: Sequence[tuple[Key | Request, int]]
+        self, checks: Sequence[tuple[Key | Request, Cost]]
     ) -> Steps[list[CheckResult]]:
         planned = [(self._plan(key, cost), key) for key, cost in checks]
         if switches.limiting_off:
@@ -162,7 +171,7 @@ class LimiterVerbs:
     def log_denial(self, key: Key | Request, decision: Decision) -> None:
         """Log a denial on `ratekeeper.denied`: at most one line a minute for each subject.
 
-        Middleware, decorators, `hold` and `wait` log their denials. For a caller of `check`.
+        Middleware, decorators, `reserve` and `wait` log their denials. For a caller of `check`.
         """
         if decision.allowed:
             return
@@ -175,27 +184,21 @@ class LimiterVerbs:
     # ── Refund and settle ──────────────────────────────────────────────────────────────────────
 
     def _refund(
-        self, key: Key | Request, cost: int, decision: Decision | None = None
+        self, key: Key | Request, cost: Cost, decision: Decision | None = None
     ) -> Steps[None]:
         """Return units to every rule that a decision charged; without a decision, that applies now.
 
         Raises StoreError, after all rules were tried.
         """
         _check_decision(decision)
-        charges = self._charges_of(key, cost, decision)
+        charges = self._charges_of(self._plan(key, cost), cost, decision)
         if not switches.limiting_off:
-            yield from refunding(charges, cost)
-
-    def _refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
-        units = units_of(cost, "cost")
-        if not switches.limiting_off:
-            yield from refunding(charges, units)
+            yield from refunding(charges)
 
     def _charges_of(
-        self, key: Key | Request, cost: int, decision: Decision | None
-    ) -> Sequence[RuleCharge]:
-        """Return the rules to refund, each with the time of its charge if that is known."""
-        plan = self._plan(key, cost)
+        self, plan: CheckPlan, cost: Cost, decision: Decision | None
+    ) -> list[RuleCharge]:
+        """Return the rules that a cost has charged, each with the time of its charge if known."""
         if decision is None:
             return [(check, None) for check in plan.checks]
         charged_ns = decision.charged_ns
@@ -204,7 +207,7 @@ class LimiterVerbs:
         if self._own is not None:
             return [(check, charged_ns) for check in plan.checks]
         if decision.source is not None:
-            return charges_in(decision)
+            return [(check.at(cost), at_ns) for check, at_ns in charges_in(decision)]
         # A copy of a decision, from another process: only its own rule is known.
         return [(check, charged_ns) for check in plan.checks if check.rule.id == decision.rule]
 
@@ -233,27 +236,38 @@ class LimiterVerbs:
     def _settle(
         self,
         key: Key | Request,
-        reserved: int,
-        actual: int,
+        reserved: Cost,
+        actual: Cost,
         decision: Decision | None = None,
         reservation: str = "",
     ) -> Steps[Settlement]:
         _check_decision(decision)
         check_name("reservation", reservation)
-        wanted, charged = units_of(actual, "actual"), units_of(reserved, "reserved")
-        settling = self._settle_units(key, charged, wanted, decision)
-        if not reservation:
-            return (yield from settling)
-        return (yield from self._once(key, reservation, settling))
+        plan = self._plan(key, reserved, "reserved")
+        check_settlement(reserved, checked_cost(actual, "actual"))
+        if not isinstance(actual, int):
+            self._plan(key, actual)  # rejects a unit that no rule counts
+        charged = self._charges_of(plan, reserved, decision)
+        # A rule that was charged nothing is in no decision, and may have to be charged now.
+        by_rule = {check.rule.id: check for check in plan.checks}
+        by_rule |= {check.rule.id: check for check, _ in charged}
+        checks = [*by_rule.values()]
+        settling = self._settling(charged, checks, actual)
+        owed: list[Owed] | None
+        if reservation:
+            owed = yield from self._once(key, reservation, settling)
+        else:
+            owed = yield from settling
+        return settlement_of(checks, owed, reserved, actual)
 
     def _once(
         self,
         key: Key | Request,
         reservation: str,
-        settling: Steps[Settlement],
+        settling: Steps[list[Owed]],
         scope: tuple[str, ...] = (),
-    ) -> Steps[Settlement]:
-        """Settle a reservation of a key, unless the store knows that it was settled.
+    ) -> Steps[list[Owed] | None]:
+        """Settle a reservation of a key; return None if the store knows that it was settled.
 
         Reservations of another `scope` are others.
         """
@@ -267,7 +281,7 @@ class LimiterVerbs:
             is_new = True
         if not is_new:
             settling.close()
-            return Settlement(0, repeated=True)
+            return None
         try:
             return (yield from settling)
         except BaseException:  # the caller may try again
@@ -275,20 +289,30 @@ class LimiterVerbs:
                 yield Undo(self._store.mark, subject, name, 0)
             raise
 
-    def _settle_units(
-        self, key: Key | Request, reserved: int, actual: int, decision: Decision | None
-    ) -> Steps[Settlement]:
-        """Refund what was reserved too much, or charge the rest of the cost in full."""
-        units = actual - reserved
-        if units < 0:
-            yield Call(self.refund, key, -units, decision)
-        if units <= 0 or switches.limiting_off:
-            return Settlement(actual)
-        if decision is not None and decision.charged_ns is None:
-            decision = None
-        charges = self._charges_of(key, units, decision)
-        forgiven, uncounted = yield from owing(charges, units, self._counts)
-        return Settlement(reserved + max(units - forgiven - uncounted, 0), forgiven, uncounted)
+    def _settling(
+        self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
+    ) -> Steps[list[Owed]]:
+        """Make a request cost `actual` that has cost each rule the units of its check so far.
+
+        Units of `charged` may be returned, as of the times of the charges; units of `checks` are
+        charged in full. Returns what was not charged, for each of `checks`. Raises StoreError,
+        after all rules were tried, if units could not be returned.
+        """
+        if switches.limiting_off:
+            return [CHARGED] * len(checks)
+        owed: list[Owed] = []
+        for check in checks:
+            missing = check.settled(actual) - check.units
+            owed.append(
+                (yield from owing(check, missing, self._counts)) if missing > 0 else CHARGED
+            )
+        returned = [
+            (check._replace(units=surplus), charged_ns)
+            for check, charged_ns in charged
+            if (surplus := check.units - check.settled(actual)) > 0
+        ]
+        yield from refunding(returned)
+        return owed
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
 
@@ -328,7 +352,7 @@ class LimiterVerbs:
     def _wait(
         self,
         key: Key | Request,
-        cost: int,
+        cost: Cost,
         timeout: Duration | None,
         priority: Priority = "interactive",
     ) -> Steps[Decision]:
@@ -339,7 +363,7 @@ class LimiterVerbs:
             deadline_ns = self._clock.now_ns() + duration_ns(
                 "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
             )
-        waiter = self._queues.arrive(cost)
+        waiter = self._queues.arrive(largest_in(cost))
         turn = SharedTurn(self._store, self._clock, self._sleep)
         try:
             decision = yield from self._until_served(waiter, turn, key, cost, deadline_ns, priority)
@@ -358,7 +382,7 @@ class LimiterVerbs:
         waiter: Waiter,
         turn: SharedTurn,
         key: Key | Request,
-        cost: int,
+        cost: Cost,
         deadline_ns: int | None,
         priority: Priority,
     ) -> Steps[Decision]:
@@ -395,7 +419,7 @@ class LimiterVerbs:
             yield Call(self._sleep, seconds_from_ns(pause_ns + spread_ns))
 
     def _turn(
-        self, waiter: Waiter, key: Key | Request, cost: int, deadline_ns: int | None
+        self, waiter: Waiter, key: Key | Request, cost: Cost, deadline_ns: int | None
     ) -> Steps[Decision | None]:
         """Wait until no earlier request waits for a subject of this one.
 
@@ -422,7 +446,7 @@ class LimiterVerbs:
             yield Call(self._queues.turn, waiter, left_s)
         return None
 
-    def _behind(self, key: Key | Request, cost: int, ahead_ns: int) -> Steps[Decision]:
+    def _behind(self, key: Key | Request, cost: Cost, ahead_ns: int) -> Steps[Decision]:
         """Return the denial of a request that may not ask before those ahead of it.
 
         Its retry time is that of the front of the queue, or its own if that is longer.
@@ -433,7 +457,7 @@ class LimiterVerbs:
         return decision_with(peeked, allowed=False, retry_after_ns=retry_ns, delay_ns=0)
 
     def _prioritised_check(
-        self, key: Key | Request, cost: int, priority: Priority
+        self, key: Key | Request, cost: Cost, priority: Priority
     ) -> Steps[Decision]:
         """Check; a batch request is also denied the last fifth of each limit, and by waiters."""
         if priority == "interactive" or switches.limiting_off:
@@ -453,7 +477,7 @@ class LimiterVerbs:
         yield from self._take_back(key, cost, decision)
         return denial
 
-    def _counted_check(self, key: Key | Request, cost: int) -> Steps[Decision]:
+    def _counted_check(self, key: Key | Request, cost: Cost) -> Steps[Decision]:
         """Check; if the store fails and the policy is `open`, count on this machine instead."""
         decision: Decision = yield Call(self.check, key, cost)
         if not decision.degraded or not decision.allowed or not decision.uncounted:
@@ -474,7 +498,7 @@ class LimiterVerbs:
         )
 
     def _too_late(
-        self, key: Key | Request, cost: int, decision: Decision, late_ns: int
+        self, key: Key | Request, cost: Cost, decision: Decision, late_ns: int
     ) -> Steps[Decision]:
         """Return a denial; refund an admission whose delay ends after the deadline."""
         if decision.allowed:
@@ -484,8 +508,21 @@ class LimiterVerbs:
         self.log_denial(key, decision)
         return decision
 
+    def _reserving(
+        self, key: Key | Request, cost: Cost, wait: Duration, priority: Priority
+    ) -> Steps[Reservation]:
+        """Charge a reservation. Raises LimitExceeded for a denial."""
+        # A copy: what is settled must be what was reserved.
+        kept = cost if isinstance(cost, int) or not isinstance(cost, Mapping) else dict(cost)
+        decision = yield from self._pass(key, kept, wait, priority)
+        return Reservation(self._reservation_verbs(), key, kept, decision)
+
+    def _reservation_verbs(self) -> ReservationVerbs:
+        """Return what a reservation needs of this limiter."""
+        raise NotImplementedError
+
     def _pass(
-        self, key: Key | Request, cost: int, wait: Duration, priority: Priority = "interactive"
+        self, key: Key | Request, cost: Cost, wait: Duration, priority: Priority = "interactive"
     ) -> Steps[Decision]:
         """Check, or wait for room, and sleep the delay. Raises LimitExceeded for a denial."""
         if wait:
@@ -500,7 +537,7 @@ class LimiterVerbs:
         yield from self._pause(key, cost, decision)
         return decision
 
-    def _pause(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
+    def _pause(self, key: Key | Request, cost: Cost, decision: Decision) -> Steps[None]:
         """Sleep until a decision takes effect; refund it if the sleep is interrupted."""
         pause_ns = _pause_ns(decision)
         if not pause_ns:
@@ -511,7 +548,7 @@ class LimiterVerbs:
             yield from self._take_back(key, cost, decision)
             raise
 
-    def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
+    def _take_back(self, key: Key | Request, cost: Cost, decision: Decision) -> Steps[None]:
         """Refund an admission, as far as it was charged.
 
         If the store fails here, the units stay spent; the caller's own error matters more.

@@ -454,7 +454,7 @@ def leaving_room(
             left = least.capacity // BATCH_LEAVES
             units = left if spent else left + check.units
             if check.units > least.capacity - left:
-                raise CapacityError(check.cost, least, least.capacity - left, BATCH_SHARE)
+                raise CapacityError(check.units, least, least.capacity - left, BATCH_SHARE)
             with suppress(StoreError):  # the check has the answer of the failure policy
                 found: Decision = yield Call(alone.peek, check.counted, units)
                 if not found.allowed:

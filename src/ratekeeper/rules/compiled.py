@@ -37,6 +37,8 @@ from operator import attrgetter
 from random import random
 from typing import Final, Literal, NamedTuple, Protocol
 
+from ratekeeper.core.costs import REQUESTS, Cost, settled_units, units_in
+from ratekeeper.core.errors import InvalidCost, quoted
 from ratekeeper.core.model import (
     REQUEST_FIELDS,
     AppliedRule,
@@ -59,6 +61,7 @@ from ratekeeper.rules.document.model import (
     Rule,
     override_changes,
 )
+from ratekeeper.rules.document.tree import suggestion
 from ratekeeper.rules.entry_table import EntryTable, OwnerTable, unpacked
 from ratekeeper.rules.matching.lists import Lists, Verdict
 from ratekeeper.rules.matching.patterns import Network, normalised, spellings
@@ -193,12 +196,16 @@ class RuleCheck(NamedTuple):
     """The factor of the limits at this load, in steps of 1 / FACTOR_STEPS."""
     prepared: PreparedLimits
     subject: str
-    cost: int
-    """The cost of the request; the rule may charge several units for each unit of it."""
+    weight: int
+    """The units that the rule charges for each request."""
 
-    def units_of(self, cost: int) -> int:
-        """Return the units for another cost of the same request."""
-        return self.units * cost // self.cost if self.cost else 0
+    def at(self, cost: Cost) -> RuleCheck:
+        """Return the check of the same request at another cost."""
+        return self._replace(units=units_in(cost, self.rule.unit, self.weight))
+
+    def settled(self, actual: Cost) -> int:
+        """Return the units that the rule has charged once the request cost `actual`."""
+        return settled_units(self.units, actual, self.rule.unit, self.weight)
 
     @property
     def applied(self) -> AppliedRule:
@@ -320,10 +327,10 @@ def _as_counted(request: Request, tier: str | None) -> Request:
     return replace(request, tier=tier, endpoint=path, method=method)
 
 
-# What a rule has for all requests of a shape: the counter, and the units for each unit of the cost.
+# What a rule has for all requests of a shape: the counter, and the units for each request.
 _Fixed = tuple[PreparedRule, Counter, int, Rule, LimitChoice, PreparedLimits]
-# For one `by`: its matching rules (see `RuleTable.match`), and what the first one has; None
-# if that is chosen for each request.
+# For one `by` and unit: its matching rules (see `RuleTable.match`), and what the first one has;
+# None if that is chosen for each request.
 _Part = tuple[tuple[CompiledRule, ...], _Fixed | None]
 
 
@@ -353,12 +360,13 @@ class Shape:
         return [_charge_of(each, request, None, 1) for _, each in self.parts if each is not None]
 
 
-def _charge_of(fixed: _Fixed, request: Request, tier: str | None, cost: int) -> RuleCheck:
-    prepared, counter, units, rule, choice, limits = fixed
+def _charge_of(fixed: _Fixed, request: Request, tier: str | None, cost: Cost) -> RuleCheck:
+    prepared, counter, weight, rule, choice, limits = fixed
     subject = prepared.subject_of(request, tier)
+    units = weight * cost if type(cost) is int else units_in(cost, rule.unit, weight)
     return _new(
         RuleCheck,
-        (counter, subject, units * cost, rule, choice, FACTOR_STEPS, limits, subject, cost),
+        (counter, subject, units, rule, choice, FACTOR_STEPS, limits, subject, weight),
     )
 
 
@@ -384,6 +392,7 @@ class CompiledRules:
         "document",
         "entries",
         "table",
+        "units",
         "version",
     )
 
@@ -408,6 +417,8 @@ class CompiledRules:
         self.document = document
         self.version = version
         self.table = RuleTable(document.rules)
+        self.units = (REQUESTS, *sorted({rule.unit for rule in document.rules} - {REQUESTS}))
+        """What the rules count."""
         self._read = self.table.read
         self._shapes: dict[Values, Shape] = {}
         # The same shapes by their rules: a new path usually leads to the rules of another one.
@@ -474,8 +485,13 @@ class CompiledRules:
             return None
         return shape, shape.check
 
-    def plan(self, request: Request, cost: int) -> CheckPlan:
-        """Return the rules that a request has to pass, with the counters to check."""
+    def plan(self, request: Request, cost: Cost) -> CheckPlan:
+        """Return the rules that a request has to pass, with the counters to check.
+
+        Raises InvalidCost for a unit that no rule counts: most likely its name is misspelt.
+        """
+        if type(cost) is not int:
+            check_units(cost, self.units)
         matched = request if request.digests is None else request.matched_as
         if self._lists:
             verdict = self._listed(matched)[0]
@@ -547,7 +563,7 @@ class CompiledRules:
         request: Request,
         matched: Request,
         tier: str | None,
-        cost: int,
+        cost: Cost,
     ) -> RuleCheck | None:
         """Return the check of the first rule that is in force for the request's subject."""
         for rule in candidates:
@@ -601,28 +617,38 @@ class CompiledRules:
         """
         if trial.replaces is None or trial.mode != "shadow":
             return ""
-        rivals = [check.rule.id for check in enforced if check.rule.by == trial.by]
+        rivals = [
+            check.rule.id
+            for check in enforced
+            if (check.rule.by, check.rule.unit) == (trial.by, trial.unit)
+        ]
         order = self._orders[trial.id]
         return rivals[0] if rivals and all(self._orders[each] < order for each in rivals) else ""
 
     def _check_of(
-        self, prepared: PreparedRule, subject: str, choice: LimitChoice, request: Request, cost: int
+        self,
+        prepared: PreparedRule,
+        subject: str,
+        choice: LimitChoice,
+        request: Request,
+        cost: Cost,
     ) -> RuleCheck:
         rule = prepared.rule
         written = rule.rule
         step = FACTOR_STEPS if prepared.factor is None else factor_step(prepared.factor())
         limits = self._limits_at(prepared, choice, step)
-        units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
+        weight = written.cost if not rule.costs else self.cost_of(rule, request)
+        units = units_in(cost, written.unit, weight)
         counters = limits.counters
         if len(counters) == 1:
             return _new(
                 RuleCheck,
-                (counters[0], subject, units, written, choice, step, limits, subject, cost),
+                (counters[0], subject, units, written, choice, step, limits, subject, weight),
             )
         part = int(random() * len(counters))  # noqa: S311 - spreads load, protects no secret
         counted = part_subject(subject, part)
         return RuleCheck(
-            counters[part], counted, units, written, choice, step, limits, subject, cost
+            counters[part], counted, units, written, choice, step, limits, subject, weight
         )
 
     def _limits_at(self, prepared: PreparedRule, choice: LimitChoice, step: int) -> PreparedLimits:
@@ -641,7 +667,7 @@ class CompiledRules:
         return limits
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
-        """Return the units that the rule charges for each unit of the request's cost."""
+        """Return the units that the rule charges for each request."""
         return rule.cost(() if request.endpoint is None else spellings(request.endpoint))
 
     def subject_of(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
@@ -759,6 +785,13 @@ class CompiledRules:
             if verdict is not None and found[0] is None:
                 found = verdict, lists
         return found
+
+
+def check_units(cost: Cost, known: Sequence[str]) -> None:
+    """Raise InvalidCost for costs in a unit that is counted nowhere: it is most likely misspelt."""
+    for unit in () if isinstance(cost, int) else cost:
+        if unit not in known:
+            raise InvalidCost(f"costs: no limit counts {quoted(unit)}; {suggestion(unit, known)}")
 
 
 def _are_short(values: object) -> bool:

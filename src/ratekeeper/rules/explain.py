@@ -124,7 +124,7 @@ def explain(
     plan = compiled.plan(request, cost)
     checks = {check.rule.id: check for check in plan.checks}
     replaced_by = {rule.rule.replaces: rule.rule.id for rule in compiled.table.rules}
-    taken: dict[tuple[tuple[str, ...], bool], str] = {}
+    taken: dict[tuple[tuple[str, ...], str, bool], str] = {}
     rules: list[RuleExplained] = []
     for rule in compiled.table.rules:
         check = checks.get(rule.rule.id)
@@ -132,7 +132,8 @@ def explain(
         if not why and verdict:
             why = f"{entry} on the {verdict} list goes before all rules"
         elif not why:
-            first = taken.setdefault((rule.rule.by, rule.rule.mode == "shadow"), rule.rule.id)
+            counted = (rule.rule.by, rule.rule.unit, rule.rule.mode == "shadow")
+            first = taken.setdefault(counted, rule.rule.id)
             if check is None and first != rule.rule.id:
                 why = f"rule {first} counts by the same and goes first"
                 if replaced_by.get(rule.rule.id) == first:

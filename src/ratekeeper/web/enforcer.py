@@ -34,6 +34,7 @@ from operator import methodcaller
 from typing import Any, Final, Self
 
 from ratekeeper.core.clock import Clock, clock_of, seconds_from_ns
+from ratekeeper.core.costs import Cost, Costs, checked_cost, merged_cost, used_costs
 from ratekeeper.core.errors import CapacityError, ConfigError, RatekeeperError, show
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import UNLIMITED, CheckResult, Decision, Request, units_of
@@ -46,6 +47,7 @@ from ratekeeper.limiter import AsyncLimiter, Limiter
 from ratekeeper.limiter.arguments import name_of
 from ratekeeper.limiter.denials import denials
 from ratekeeper.metrics.counters import ANY_ENDPOINT, ENDPOINT_LENGTH_MAX, endpoint_label
+from ratekeeper.rules.compiled import check_units
 from ratekeeper.web.answers import Denial, HttpAnswer, capacity_answer, invalid_request_answer
 from ratekeeper.web.identity import Identity, RequestKeys
 from ratekeeper.web.options import EnforcerOptions, default_node, opened_store
@@ -71,6 +73,8 @@ class Charge:
     >>> charge.decision.allowed
     True
     >>> charge.settle(37)
+
+    With rules that have a `unit`: `charge.settle(costs={"tokens": 37})`.
     """
 
     __slots__ = (
@@ -82,7 +86,7 @@ class Charge:
         self,
         decision: Decision = PASSED.decision,
         key: Key | Request = "",
-        units: int = 0,
+        units: Cost = 0,
         enforcer: Enforcer | None = None,
         limiters: Limiters | None = None,
         result: CheckResult | None = None,
@@ -95,7 +99,8 @@ class Charge:
         self.decision = decision
         """The decision on the request."""
         self.key = key
-        self._charged = self._wanted = units
+        self._charged: Cost = units
+        self._wanted: Cost = units
         self.enforcer = enforcer
         self.limiters = limiters
         self._result = result
@@ -110,13 +115,24 @@ class Charge:
             self._result = PASSED if limiters is None else limiters.any.result_of(self.decision)
         return self._result
 
-    def settle(self, units: int) -> None:
+    def settle(self, units: int = 0, *, costs: Costs | None = None) -> None:
         """Make the request cost this many units in all. The last call counts.
 
+        `costs` are costs by unit instead; a unit that is not named stays as it was charged. After
+        a charge by unit, `units` are of the one unit that it has besides requests.
+
         Units beyond the charged ones are charged in full, because the request was served: a limit
-        without room for them owes them. Raises InvalidCost.
+        without room for them owes them. Raises InvalidCost, also for a unit that no limit counts.
         """
-        self._wanted = units_of(units, "units")
+        if costs is not None:
+            known = self.limiters.any.units if self.limiters is not None else tuple(costs)
+            check_units(checked_cost(costs, "costs"), known)
+            self._wanted = dict(costs)
+        elif isinstance(self._charged, int):
+            self._wanted = units_of(units, "units")
+        else:
+            example = "charge.settle(costs={…})"
+            self._wanted = used_costs(self._charged, units, None, example)
         self.is_settled = False
 
     def refund(self) -> None:
@@ -125,17 +141,17 @@ class Charge:
         self.is_settled = False
 
     @property
-    def units(self) -> int:
-        """The units that are charged now."""
+    def units(self) -> Cost:
+        """The units that are charged now: a number, or costs by unit."""
         return self._charged
 
-    def take(self, counts: bool = True) -> tuple[int, int] | None:
-        """Return the charged and the wanted units if they differ, and mark them as applied.
+    def take(self, counts: bool = True) -> tuple[Cost, Cost] | None:
+        """Return the charged and the wanted cost if they differ, and mark them as applied.
 
         `counts` is False for a request whose outcome costs nothing.
         """
         self.is_settled = True
-        wanted = self._wanted if counts else 0
+        wanted = merged_cost(self._charged, self._wanted if counts else 0)
         decision, result = self.decision, self._result
         # A denied decision spent nothing, and neither did a failure policy: nothing to settle.
         decided = not decision.degraded or decision.charged_ns is not None
@@ -254,7 +270,7 @@ class Enforcer:
         self.counts_outcomes = options.count is not None
         """True if the status of a response decides whether its request counts."""
         self._cost = options.cost if callable(options.cost) else None
-        self.units = 1 if callable(options.cost) else options.cost
+        self.units: Cost = 1 if callable(options.cost) else options.cost
         self._lock = fork_safe(threading.Lock())  # held while reopening
         given = options.limiter
         if given is not None and kind is not None and not isinstance(given, kind):
@@ -329,7 +345,8 @@ class Enforcer:
             return
         self.charge_key = self._charge_at_once(self._fixed)
         known, limiter = self._keys.by_peer, self._fixed.of(Limiter)
-        fits = all(self.units <= limit.capacity for limit in limiter.limits)
+        units = self.units
+        fits = isinstance(units, int) and all(units <= each.capacity for each in limiter.limits)
         delays = any(limit.algorithm == "leaky_bucket" for limit in limiter.limits)
         if known is not None and fits and not delays:
             self.by_peer = known
@@ -644,7 +661,7 @@ def _keep(routes: dict[Any, Any], key: object, value: object) -> None:
     routes[key] = value
 
 
-def _settle(charge: Charge, charged: int, wanted: int, limiter: Any) -> Any:
+def _settle(charge: Charge, charged: Cost, wanted: Cost, limiter: Any) -> Any:
     return limiter.settle(charge.key, charged, wanted, charge.decision)
 
 

@@ -18,8 +18,9 @@ from typing import Any, Final, Self, TypedDict
 from uuid import getnode
 
 from ratekeeper.core.clock import Clock, clock_of
+from ratekeeper.core.costs import REQUESTS, Costs, checked_cost
 from ratekeeper.core.errors import ConfigError, InvalidOption, show
-from ratekeeper.core.model import Consistency, check_consistency, check_name, units_of
+from ratekeeper.core.model import Consistency, check_consistency, check_name
 from ratekeeper.core.rates import LimitsArgument, check_cost_fits
 from ratekeeper.decide.failure import FailurePolicy, LocalFallback, check_policy, local_fallback_of
 from ratekeeper.decide.regional import AcrossRegions
@@ -29,6 +30,7 @@ from ratekeeper.limiter import AsyncLimiter, Limiter
 from ratekeeper.limiter.arguments import check_names, kind_of, name_of
 from ratekeeper.limiter.setup import node_store_of
 from ratekeeper.regions.settings import SCOPES, Regions, Scope, across_of, regions_of
+from ratekeeper.rules.compiled import check_units
 from ratekeeper.rules.document.model import Rules
 from ratekeeper.web.answers import Denial, Style
 from ratekeeper.web.identity import Identity, IdentitySource, KeySource
@@ -79,7 +81,7 @@ class RouteArguments(TypedDict, total=False):
     """
 
     key: KeySource | None
-    cost: int | Callable[[WebRequest], Any]
+    cost: int | Costs | Callable[[WebRequest], Any]
     methods: Collection[str] | None
     skip: Callable[..., Any] | None
     on_limit: Callable[[WebRequest, Denial], Any] | None
@@ -135,7 +137,8 @@ class EnforcerOptions:
                        default the address. Or a function of the request that returns a key, a
                        Request, or None for the address.
     `per_route`        count each route separately.
-    `cost`             units, or a function of the request.
+    `cost`             units; with rules also costs by unit, {"requests": 1, "tokens": 500}; or a
+                       function of the request that returns one of them.
     `skip`             a function of the request: if it returns true, the request is not counted.
     `methods`          the HTTP methods that the limits count; by default all. GET includes HEAD.
     `on_limit`         a function of the request and the Denial that returns the framework's
@@ -157,7 +160,7 @@ class EnforcerOptions:
     trusted_proxies: Sequence[str] = ()
     key: KeySource | None = None
     per_route: bool = False
-    cost: int | Callable[[WebRequest], Any] = 1
+    cost: int | Costs | Callable[[WebRequest], Any] = 1
     methods: Collection[str] | None = None
     skip: Callable[..., Any] | None = None
     on_limit: Callable[[WebRequest, Denial], Any] | None = None
@@ -203,12 +206,14 @@ class EnforcerOptions:
         for name in HOOKS:
             _check_parameters(name, getattr(self, name))
         if not callable(self.cost):
-            units_of(self.cost, "cost")
+            checked_cost(self.cost, "cost")
         if not isinstance(self.style, Style):
             raise ConfigError(
                 f"style={show(self.style)} is not a Style; for example Style(draft=7)"
             )
-        if self.limits is not None and not callable(self.limits) and not callable(self.cost):
+        if self.limits is not None and isinstance(self.cost, Mapping):
+            check_units(self.cost, (REQUESTS,))
+        elif self.limits is not None and isinstance(self.cost, int) and not callable(self.limits):
             check_cost_fits(self.cost, self.limits)
         self._check_combination()
 

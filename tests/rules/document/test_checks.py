@@ -29,6 +29,7 @@ def problems(text: str) -> list[str]:
         (f"{LEASED}, scale: {{source: cpu}}", "with scale: parts do not follow the load"),
         (f"{LEASED}, cost: 2", "with cost: an Envoy counts requests; write cost: 1, or remove"),
         (f"{LEASED}, cost: {{/a: 2}}", "with cost: an Envoy counts requests; write cost: 1"),
+        (f"{LEASED}, unit: tokens", "with unit: an Envoy counts requests; write unit: requests"),
         ("limits: 5/s, scope: global", "with scope: regions share no parts; write scope: region"),
         (
             f"{LEASED}, keys: {{a: {{limits: 7/s, consistency: strict}}}}",
@@ -142,3 +143,27 @@ def test_the_time_of_the_checks_is_linear() -> None:
 
     seconds(1_000)
     assert seconds(40_000) < 40 * max(seconds(4_000), 0.01)
+
+
+def test_a_rule_replaces_one_of_the_same_unit() -> None:
+    """Rules that count different units both apply."""
+    rule = "{{id: {}, by: user, limits: 5/s, {}}}"
+    rules = [rule.format("a", "unit: tokens, replaces: b"), rule.format("b", "mode: shadow")]
+    (found,) = problems(f"{{version: 1, rules: [{', '.join(rules)}]}}")
+    assert 'replaces: "a" counts tokens and "b" requests' in found
+    assert "write the same unit" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rules: [{id: r, by: user, limits: 5/s, unit: Tokens}]", '"Tokens" is not the name of'),
+        ("rules: [], prices: {large: {input: 1.5}}", "is not a whole number from 0"),
+        ("rules: [], prices: {large: {input: -1}}", "is not a whole number from 0"),
+        ("rules: [], prices: {large: 5}", "prices.large"),
+    ],
+)
+def test_wrong_units_and_prices(text: str, problem: str) -> None:
+    """One problem, at its place."""
+    (found,) = problems(f"{{version: 1, {text}}}")
+    assert problem in found

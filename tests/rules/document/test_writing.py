@@ -124,6 +124,7 @@ def test_every_other_value_is_written() -> None:
         ),
         tiers={"pro": LimitsOfOne(limits, "strict")},
         keys={"k*": LimitsOfOne(limits, "strict")},
+        unit="tokens",
         cost=2,
         costs={"/a": 3},
         consistency="strict",
@@ -140,12 +141,13 @@ def test_every_other_value_is_written() -> None:
     assigned = Rule("q", ("tenant",), limits, consistency="leased", envoy_quota="grants")
     until = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     document = Document(
-        rules=(rule, Rule(id="s", by=("user",), limits=limits), assigned),
+        rules=(rule, Rule(id="s", by=("user",), limits=limits, unit="tokens"), assigned),
         tiers={"pro": LimitsOfOne(limits, "strict")},
         assign={"user:1": "pro"},
         allow=("user:a",),
         deny=("user:b",),
         overrides=(Override("user", "1", "r", (), 2.0, until, "why", "who", "a-1"),),
+        prices={"large": {"input": 2, "output": 3}},
     )
     for value in (document, rule, rule.match, rule.scale[0], rule.penalty, document.overrides[0]):
         fields = set(type(value).__slots__)

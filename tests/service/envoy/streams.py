@@ -157,10 +157,10 @@ class FakeLimiter:
         (check,) = self.compiled_rules.plan(request, cost).enforced
         return self._answer(self._memory_counter(check).check(check.subject, check.units))
 
-    async def refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> None:
-        """Return units to each of the rules."""
-        for check, charged_ns in charges:
-            self._memory_counter(check).refund(check.subject, check.units_of(cost), charged_ns)
+    async def settle_charges(self, charged: Sequence[RuleCharge], _: object, __: int) -> None:
+        """Return the units of each charge."""
+        for check, charged_ns in charged:
+            self._memory_counter(check).refund(check.subject, check.units, charged_ns)
 
     def _memory_counter(self, check: RuleCheck) -> MemoryCounter:
         assert isinstance(check.counter, MemoryCounter)

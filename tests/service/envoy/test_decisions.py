@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ratekeeper import AsyncLimiter, Request
-from ratekeeper.core.errors import CapacityError, InvalidKey, StoreError
+from ratekeeper.core.errors import CapacityError, InvalidCost, InvalidKey, StoreError
 from ratekeeper.core.model import CheckResult
 from ratekeeper.decide.failure import FailurePolicy
 from ratekeeper.service.envoy.decisions import OVERRIDES_MAX, Decider
@@ -250,3 +250,38 @@ async def test_a_descriptor_limit_refills() -> None:
         assert passing(await decider.decide([DescriptorCheck(ANN, 1, OWN)])) == [False]
         clock.advance_ns(1)
         assert passing(await decider.decide([DescriptorCheck(ANN, 1, OWN)])) == [True]
+
+
+UNITS = {
+    "version": 1,
+    "rules": [
+        {"id": "requests", "by": ["user"], "limits": ["5/hour"]},
+        {"id": "tokens", "by": ["user"], "unit": "tokens", "limits": ["1000/hour"]},
+    ],
+}
+
+
+async def test_a_descriptor_counts_the_unit_that_it_names() -> None:
+    """Requests before the stream, tokens at its end; rules of another unit count nothing."""
+    limiter = AsyncLimiter.from_rules(UNITS)
+    decider = Decider(limiter)
+
+    async def left_by_rule() -> list[int]:
+        return [
+            (await limiter.peek_rule(each._replace(units=0))).remaining
+            for each in limiter.compiled_rules.plan(ANN, 1).checks
+        ]
+
+    tokens = DescriptorCheck(ANN, 400, unit="tokens")
+    checks = [DescriptorCheck(ANN, unit="requests"), tokens]
+    assert passing(await decider.decide(checks)) == [True, True]
+    assert await left_by_rule() == [4, 600]
+    (ended,) = await decider.decide([tokens._replace(units=500, settles=True)])
+    assert ended.decision.allowed
+    assert await left_by_rule() == [4, 100]
+    assert passing(await decider.decide(checks)) == [True, False]
+    assert await left_by_rule() == [4, 100]
+    await decider.decide([tokens._replace(units=-300)])
+    assert await left_by_rule() == [4, 400]
+    with pytest.raises(InvalidCost, match='no limit counts "token"; did you mean "tokens"'):
+        await decider.decide([DescriptorCheck(ANN, unit="token")])

@@ -184,7 +184,7 @@ async def test_without_room_envoy_denies_and_the_part_asks_again() -> None:
     assert await part.decide() is None
     test.clock.advance(2)
     assert part.waits
-    await test.limiter.refund_charges([(each, None) for each in part._checks], 10)
+    await test.limiter.settle_charges([(each.at(10), None) for each in part._checks], [], 0)
     action = await part.decide()
     assert action is not None
     assert test.send(part, action) == ["deny all", f"1, 1/{NEVER_S}s"]

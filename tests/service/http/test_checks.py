@@ -6,6 +6,7 @@ import json
 from base64 import urlsafe_b64encode
 from contextlib import suppress
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from ratekeeper import Request
 from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.errors import ConfigError, StoreUnavailable
+from ratekeeper.core.model import UNITS_MAX
 from ratekeeper.decide.store import Store
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.rules.document.model import Match, Rule
@@ -299,9 +301,17 @@ async def test_an_invalid_batch_is_400_with_the_place() -> None:
 # ── Settling ───────────────────────────────────────────────────────────────────────────────────
 
 
-def settled(charged: int, *, repeated: bool = False) -> dict[str, Any]:
+def settled(charged: Any, *, repeated: bool = False, reason: str = "") -> dict[str, Any]:
     """Return the reply to a settlement that charges so many units in all."""
-    return {"charged": charged, "forgiven": 0, "uncounted": 0, "repeated": repeated}
+    if repeated:
+        reason = "this reservation was settled already"
+    return {
+        "charged": charged,
+        "forgiven": 0,
+        "uncounted": 0,
+        "repeated": repeated,
+        "reason": reason,
+    }
 
 
 async def test_a_cost_is_settled_afterwards() -> None:
@@ -378,7 +388,8 @@ async def test_a_late_settlement_returns_no_quota_twice(atomic: bool | None) -> 
         assert (await http.check(user="1", cost=5)).status == 200
         body = {"user": "1", "tenant": "acme", "reserved": 5, "actual": 0}
         answer = await http("POST", "/v1/settle", {**body, "charged": reply["charged"]})
-        assert (answer.status, answer.data) == (200, settled(0))
+        reason = "too late: time has returned the units of users"
+        assert (answer.status, answer.data) == (200, settled(0, reason=reason))
         assert (await http.check(user="1")).status == 429
         # Without the time of the charge, it is a correction of the current window.
         assert (await http("POST", "/v1/settle", body)).status == 200
@@ -417,15 +428,118 @@ async def test_invalid_charges_are_rejected(charged: str) -> None:
         assert (await http.check(user="1", cost=0)).data["remaining"] == 0
 
 
-async def test_forged_charges_return_no_more_than_a_correction() -> None:
-    """A rule that is named twice or that does not apply is ignored."""
+def _charged(user: str, units: int, *rules: str, part: int = 0, at_ns: int = 0) -> str:
+    """Return a forged `charged`."""
+    digest = blake2b(f"user:{user}".encode(), digest_size=8).digest()
+    charges = [(rule, part, at_ns, units, digest) for rule in rules]
+    return urlsafe_b64encode(msgspec.msgpack.encode((b"12345678", charges))).decode()
+
+
+@pytest.mark.parametrize(
+    ("forged", "left"),
+    [
+        (_charged("1", 1, "users", "users", "orders"), 1),
+        (_charged("1", UNITS_MAX, "users"), 3),
+        (_charged("1", 3, "users", part=9), 0),
+        (_charged("1", 3, "orders"), 0),
+        (_charged("1", 3, "users", at_ns=4 * 10**18), 3),
+    ],
+)
+async def test_forged_charges_return_no_more_than_was_spent(forged: str, left: int) -> None:
+    """A rule that is named twice, or that does not apply, is ignored."""
     async with http_service() as http:
         await http.check(user="1", cost=3)
-        forged = [("users", 0, 0), ("users", 0, 0), ("users", 9, 0), ("orders", 0, 0)]
-        text = urlsafe_b64encode(msgspec.msgpack.encode(forged)).decode()
-        body = {"user": "1", "reserved": 1, "actual": 0, "charged": text}
+        body = {"user": "1", "actual": 0, "charged": forged}
         assert (await http("POST", "/v1/settle", body)).status == 200
+        assert (await http.check(user="1", cost=0)).data["remaining"] == left
+
+
+async def test_a_settlement_needs_what_was_charged() -> None:
+    """Without it, for another client, or with another number, it is rejected and says why."""
+    async with http_service() as http:
+        charged = (await http.check(user="1", cost=2, settle=True)).data["charged"]
+        for body, reason in [
+            ({"user": "1", "actual": 1}, "say what was charged: copy `charged`"),
+            ({"user": "2", "actual": 1, "charged": charged}, "belongs to another client"),
+            ({"user": "1", "actual": 1, "charged": charged, "reserved": 3}, "`charged` says 2"),
+            ({"user": "1", "actual": -1, "charged": charged}, "actual"),
+            ({"user": "1", "actual": 10**12 + 1, "charged": charged}, "actual"),
+            ({"user": "1", "actual": {"tokens": -1}, "charged": charged}, "actual"),
+            ({"user": "1", "actual": {"token": 1}, "charged": charged}, 'no limit counts "token"'),
+            ({"user": "1", "actual": 1, "charged": charged, "reserved": -1}, "reserved"),
+            ({"user": "1", "actual": 3, "reserved": {"requests": 1}}, "which unit"),
+        ]:
+            answer = await http("POST", "/v1/settle", body)
+            assert answer.status == 400, body
+            assert reason in answer.data["detail"]
         assert (await http.check(user="1", cost=0)).data["remaining"] == 1
+
+
+async def test_charged_is_settled_once() -> None:
+    """Two checks at the same instant have different names, so both can be settled."""
+    async with http_service() as http:
+        texts = [(await http.check(user="1", settle=True)).data["charged"] for _ in range(2)]
+        for charged in texts:
+            body = {"user": "1", "actual": 0, "charged": charged}
+            replies = [(await http("POST", "/v1/settle", body)).data for _ in range(3)]
+            assert replies == [settled(0), *[settled(0, repeated=True)] * 2]
+        assert (await http.check(user="1", cost=0)).data["remaining"] == 3
+
+
+UNIT_RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {"id": "requests", "by": ["user"], "limits": ["10/hour"]},
+        {"id": "tokens", "by": ["user"], "unit": "tokens", "limits": ["1000/hour"]},
+        {"id": "money", "by": ["tenant"], "unit": "micro_dollars", "limits": ["9000/hour"]},
+    ],
+}
+
+
+async def _quotas(http: HttpClient) -> list[int]:
+    rules = (await http("GET", "/v1/quota?user=1&tenant=acme")).data["rules"]
+    return [rule["limits"][0]["remaining"] for rule in rules]
+
+
+@pytest.mark.parametrize("atomic", [None, False, True])
+async def test_costs_by_unit(atomic: bool | None) -> None:
+    """A check with costs charges each rule its unit, and a settlement corrects those it names."""
+    fields = {"user": "1", "tenant": "acme"}
+    costs = {"requests": 1, "tokens": 400, "micro_dollars": 2_000}
+    checked = {**fields, "costs": costs, "settle": True}
+    async with http_service(rules=UNIT_RULES) as http:
+        if atomic is None:
+            reply = (await http("POST", "/v1/check", checked)).data
+        else:
+            batch = {"checks": [checked], "atomic": atomic}
+            reply = (await http("POST", "/v1/check/batch", batch)).data["results"][0]
+        assert await _quotas(http) == [9, 600, 7_000]
+        body = {**fields, "charged": reply["charged"], "actual": {"tokens": 37}}
+        assert (await http("POST", "/v1/settle", body)).data == settled({"tokens": 37})
+        assert await _quotas(http) == [9, 963, 7_000]
+        actual = {"tokens": 100, "micro_dollars": 500}
+        body = {**fields, "reserved": costs, "actual": actual, "reservation": "again"}
+        reply = (await http("POST", "/v1/settle", body)).data
+        assert reply == settled({"requests": 1, **actual})
+        assert await _quotas(http) == [9, 1_000, 8_500]
+        assert (await http("POST", "/v1/settle", body)).data == settled(0, repeated=True)
+
+
+async def test_wrong_costs_are_rejected() -> None:
+    """A unit that no rule counts, two costs, and numbers that are no units."""
+    async with http_service(rules=UNIT_RULES) as http:
+        for body, reason in [
+            ({"costs": {"token": 4}}, 'costs: no limit counts "token"; did you mean "tokens"?'),
+            ({"cost": 2, "costs": {"tokens": 4}}, "cost and costs are both given"),
+            ({"costs": {"tokens": -4}}, "at least 0"),
+            ({"costs": {"tokens": 1.5}}, "expected a whole number"),
+            ({"costs": 4}, "expected an object, found a whole number"),
+        ]:
+            answer = await http("POST", "/v1/check", {"user": "1", **body})
+            assert answer.status == 400, answer.data
+            assert reason in answer.data["detail"]
+        assert (await http("POST", "/v1/check", {"user": "1", "costs": {}})).status == 200
+        assert (await _quotas(http))[:2] == [9, 999]
 
 
 # ── Scopes ─────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from ratekeeper.core.costs import REQUESTS
 from ratekeeper.core.errors import quoted
 from ratekeeper.core.model import Limits
 from ratekeeper.rules.document.model import (
@@ -102,6 +103,7 @@ def _check_envoy_quota(place: DocumentPlace, rule: Rule, document: Document) -> 
         ("penalty", rule.penalty is not None, "the service sees no denied request; remove penalty"),
         ("scale", bool(rule.scale), "parts do not follow the load; remove scale"),
         ("cost", rule.cost != 1 or bool(rule.costs), "an Envoy counts requests; write cost: 1"),
+        ("unit", rule.unit != REQUESTS, "an Envoy counts requests; write unit: requests"),
     ):
         if conflicts:
             place.fail(f"envoy_quota does not work with {name}: {why}, or remove envoy_quota")
@@ -152,4 +154,10 @@ def _check_places(place: DocumentPlace, rules: Sequence[Rule]) -> None:
                 f"replaces: {quoted(rule.id)} counts by [{', '.join(rule.by)}] and {quoted(name)} "
                 f"by [{', '.join(after.by)}]; rules that count by different attributes both apply, "
                 f"so write the same by, or remove replaces"
+            )
+        elif after.unit != rule.unit:
+            fail(
+                f"replaces: {quoted(rule.id)} counts {rule.unit} and {quoted(name)} {after.unit}; "
+                f"rules that count different units both apply, so write the same unit, or remove "
+                f"replaces"
             )

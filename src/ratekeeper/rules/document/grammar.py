@@ -45,6 +45,8 @@ from ratekeeper.rules.document.model import (
     PATTERNS_MAX,
     PENALTY_COUNT_MAX,
     PENALTY_S_MAX,
+    PRICE_MAX,
+    PRICED_MODELS_MAX,
     RESERVED_NAMES,
     RULES_MAX,
     SCALES_MAX,
@@ -93,6 +95,7 @@ DAY_S: Final = 86_400.0
 
 _PRINTABLE_FORM: Final = r"^[^\x00-\x1f\x7f]*$"
 _ATTRIBUTE_FORM: Final = "^[A-Za-z_][A-Za-z0-9_]*$"
+_UNIT_FORM: Final = "^[a-z][a-z0-9_]{0,63}$"
 _SOURCE_FORM: Final = "^[a-z][a-z0-9_]{0,63}$"
 # No colon: in a URL, `user:42` names a subject and not an id.
 _OVERRIDE_ID: Final = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
@@ -146,6 +149,14 @@ def _check_source(name: str) -> None:
         raise ConfigError(
             f"{quoted(name)} is not the name of a load: use cpu, memory, pushed, or a name of "
             f"lower-case letters, digits and _ with at most 64 characters; for example queue_depth"
+        )
+
+
+def _check_unit(name: str) -> None:
+    if not re.fullmatch(_UNIT_FORM, name):
+        raise ConfigError(
+            f"{quoted(name)} is not the name of a unit: use lower-case letters, digits and _, at "
+            f"most 64; for example tokens"
         )
 
 
@@ -519,6 +530,9 @@ _RULE: Final = named(
         Field("keys", mapping_of(_LIMITS_OF_ONE, {"sk_vip_*": ["1000/minute"]}, compile_glob),
               f"Limits of some keys ({_GLOBS}), instead of `limits` and `tiers`; for a rule that "
               f"counts by one attribute."),
+        Field("unit", text("tokens", NAME_LENGTH_MAX, check=_check_unit, pattern=_UNIT_FORM),
+              "What the rule counts: requests, tokens, micro_dollars, or a name of your own, of "
+              "which a check says how many it costs; by default requests."),
         Field("cost", _COST,
               "Units for each unit of the request's cost; or by endpoint, where the first that "
               "matches applies and * is for all others.", ("cost", "costs")),
@@ -667,6 +681,23 @@ def _entries(example: list[str]) -> ValueShape:
     return replace(shape, read=read)
 
 
+_PRICES_EXAMPLE: Final = {"large": {"input": 2_500_000, "output": 10_000_000}}
+_ANY_PRICES: Final = mapping_of(
+    mapping_of(whole(0, PRICE_MAX, 2_500_000), {"input": 2_500_000}, _check_unit),
+    _PRICES_EXAMPLE,
+    _check_printable,
+)
+
+
+def _read_prices(place: DocumentPlace) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = _ANY_PRICES.read(place)
+    if len(found) > PRICED_MODELS_MAX:
+        place.fail(f"expected at most {PRICED_MODELS_MAX:,} models, found {len(found):,}")
+    return found
+
+
+_PRICES: Final = replace(_ANY_PRICES, read=_read_prices)
+
 # fmt: off
 _DOCUMENT: Final = record(
     Document, {"version": 1},
@@ -674,8 +705,8 @@ _DOCUMENT: Final = record(
     Field("version", _VERSION, "The version of the document's format.", (), required=True),
     Field("tiers", _BY_TIER, "Limits by tier, for rules without limits."),
     Field("rules", list_of(_RULE, "rules", most=RULES_MAX, single=False, unique="id"),
-          "For each distinct `by`, the first rule that matches a request applies. Rules that count "
-          "by different attributes all apply, and all must allow the request."),
+          "For each distinct `by` and `unit`, the first rule that matches a request applies. Rules "
+          "that differ in one of them all apply, and all must allow the request."),
     Field("assign", mapping_of(text("pro", NAME_LENGTH_MAX), {"user:42": "pro"}, check_owner,
                                {"pattern": f"^({'|'.join(OWNERS)}):"}),
           "The tiers of users, API keys and tenants, for requests that name no tier."),
@@ -685,6 +716,8 @@ _DOCUMENT: Final = record(
           f"Always denied: keys or users ({_GLOBS}), addresses, networks."),
     Field("overrides", list_of(_OVERRIDE, "overrides", single=False, unique="id"),
           "Other limits for one user, API key, tenant or address, optionally until a time."),
+    Field("prices", _PRICES,
+          "By model and kind of token: micro-dollars for a million tokens."),
 )
 # fmt: on
 

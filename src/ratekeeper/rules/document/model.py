@@ -13,6 +13,7 @@ from datetime import datetime
 from os import PathLike
 from typing import Any, Final, Literal, NamedTuple, get_args
 
+from ratekeeper.core.costs import REQUESTS
 from ratekeeper.core.errors import quoted
 from ratekeeper.core.model import Consistency, Limits
 from ratekeeper.decide.regional import AcrossRegions
@@ -44,6 +45,8 @@ RULES_MAX: Final = 20_000
 PATTERNS_MAX: Final = 1_000  # of one condition of one rule
 BY_MAX: Final = 8
 COST_MAX: Final = 1_000_000
+PRICE_MAX: Final = 10**12  # micro-dollars for a million tokens
+PRICED_MODELS_MAX: Final = 1_000
 SPLIT_MAX: Final = 64
 SCALES_MAX: Final = 8  # of one rule
 PUSHED_SOURCES_MAX: Final = 32  # of one document, besides `pushed`
@@ -140,6 +143,8 @@ class Rule:
     """The limits of some tiers, instead of `limits`."""
     keys: Mapping[str, LimitsOfOne] = field(default_factory=dict)
     """The limits of some keys (globs), instead of both; for a rule that counts by one attribute."""
+    unit: str = REQUESTS
+    """What the rule counts: requests, tokens, micro_dollars, or any other name."""
     cost: int = 1
     """The units charged for each unit of the request's cost."""
     costs: Mapping[str, int] = field(default_factory=dict)
@@ -229,6 +234,8 @@ class Document:
     deny: tuple[str, ...] = ()
     """Entries that are always denied. `deny` takes precedence over `allow`."""
     overrides: tuple[Override, ...] = ()
+    prices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By model and kind of token: micro-dollars for a million tokens."""
 
     def limit_sets(self, rule: Rule) -> Iterator[LimitSet]:
         """Yield all limits that may apply under a rule."""

@@ -299,15 +299,15 @@ def _tried(document: Document) -> Iterator[SafetyFinding]:
 
 
 def _unreachable(document: Document) -> Iterator[SafetyFinding]:
-    """Find rules behind a rule for all requests that has the same `by` and mode."""
-    for_all: dict[tuple[tuple[str, ...], str], Rule] = {}
+    """Find rules behind a rule for all requests that has the same `by`, unit and mode."""
+    for_all: dict[tuple[tuple[str, ...], str, str], Rule] = {}
     for place, rule in enumerate(document.rules):
         if rule.mode == "off":
             continue
-        other = for_all.get((rule.by, rule.mode))
+        other = for_all.get((rule.by, rule.unit, rule.mode))
         if other is None:
             if rule.match == Match() and rule.rollout == 100:
-                for_all[rule.by, rule.mode] = rule
+                for_all[rule.by, rule.unit, rule.mode] = rule
         elif other.replaces != rule.id:  # a replaced rule stays in the document for a return to it
             name = quoted(other.id)
             yield SafetyFinding(

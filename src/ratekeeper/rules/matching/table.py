@@ -1,7 +1,7 @@
 """The compiled table: find the rules that apply to a request, in about a microsecond.
 
-For each distinct `by` the first matching rule applies; rules that count by different attributes all
-apply. A rule in shadow mode does not replace an enforced one: the first matching shadow rule is
+For each distinct `by` and `unit` the first matching rule applies; rules that differ in one of them
+all apply. A rule in shadow mode does not replace an enforced one: the first matching shadow rule is
 decided in addition. A rule that is off is ignored.
 
 A path with dot segments has several spellings (`patterns.py`). For each of them the first matching
@@ -77,7 +77,8 @@ _ROLLOUT_STEPS_PER_CENT: Final = 100
 _TEXTS: Final = frozenset({str, NoneType})
 
 Values = tuple[str | None, ...]
-# For each `by` with a match, the rules of which the first in force applies: see RuleTable.match.
+# For each `by` and unit with a match, the rules of which the first in force applies: see
+# RuleTable.match.
 Matching = tuple[tuple["CompiledRule", ...], ...]
 ValueOf = Callable[[str], str | None]
 Test = Callable[[str], object]
@@ -104,7 +105,7 @@ class CompiledRule:
     rule: Rule
     order: int
     group: int
-    """Rules of one group count by the same attributes and have the same mode."""
+    """Rules of one group count the same unit by the same attributes and have the same mode."""
     endpoints: tuple[EndpointPattern, ...]
     conditions: tuple[RuleCondition, ...]
     keys: FirstGlob
@@ -668,9 +669,9 @@ class RuleTable:
     )
 
     def __init__(self, rules: Sequence[Rule]) -> None:
-        groups: dict[tuple[tuple[str, ...], str], int] = {}
+        groups: dict[tuple[tuple[str, ...], str, str], int] = {}
         self.rules = tuple(
-            compile_rule(rule, order, groups.setdefault((rule.by, rule.mode), order))
+            compile_rule(rule, order, groups.setdefault((rule.by, rule.unit, rule.mode), order))
             for order, rule in enumerate(rules)
         )
         used = {each.attribute for rule in self.rules for each in rule.conditions}

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
+from ratekeeper.core.costs import REQUESTS, Cost, Costs
 from ratekeeper.core.errors import StoreError
 from ratekeeper.core.model import DENIED_NS, UNLIMITED, CheckResult, Decision, Request
 from ratekeeper.core.subjects import Key
@@ -60,8 +61,25 @@ class Decider:
 
     async def _by_rules(self, checks: Sequence[DescriptorCheck]) -> list[CheckResult]:
         if len(checks) == 1:
-            return [await self._limiter.evaluate(checks[0].request, checks[0].units)]
-        return await self._limiter.evaluate_all([(each.request, each.units) for each in checks])
+            return [await self._evaluate(checks[0])]
+        return await self._limiter.evaluate_all(
+            [(each.request, self._cost_of(each)) for each in checks]
+        )
+
+    async def _evaluate(self, check: DescriptorCheck, *, spend: bool = True) -> CheckResult:
+        if not check.unit:
+            return await self._limiter.evaluate(check.request, check.units, spend=spend)
+        costs = self._costs_of(check)
+        return await self._limiter.evaluate(check.request, costs=costs, spend=spend)
+
+    def _cost_of(self, check: DescriptorCheck) -> Cost:
+        """Return the cost of a check that rules decide."""
+        return self._costs_of(check) if check.unit else check.units
+
+    def _costs_of(self, check: DescriptorCheck) -> Costs:
+        """Return the units of a descriptor that names their unit; it counts no other one."""
+        others = dict.fromkeys(self._limiter.compiled_rules.units, 0)
+        return {**others, check.unit or REQUESTS: check.units}
 
     async def _one_by_one(self, checks: Sequence[DescriptorCheck]) -> list[CheckResult]:
         found = {at: await self.look(each) for at, each in enumerate(checks) if each.units == 0}
@@ -102,7 +120,8 @@ class Decider:
         for each in checks:
             if each.settles and each.units > 0 and (counted := self._counted(each)):
                 with suppress(StoreError):  # units that cannot be counted now are not counted
-                    await counted[0].settle(counted[1], 0, each.units)
+                    cost = each.units if each.override else self._cost_of(each)
+                    await counted[0].settle(counted[1], 0, cost)
 
     async def look(self, check: DescriptorCheck) -> CheckResult:
         """Return the result that the check would get now. Charges nothing."""
@@ -110,7 +129,7 @@ class Decider:
         units = 0 if check.units < 0 or check.settles else check.units or 1
         if check.override is not None:
             return await self._by_own(check._replace(units=units), check.override, spend=False)
-        return await self._limiter.evaluate(check.request, units, spend=False)
+        return await self._evaluate(check._replace(units=units), spend=False)
 
     async def _by_own(
         self, check: DescriptorCheck, override: DescriptorLimit, *, spend: bool
@@ -142,7 +161,13 @@ class Decider:
             if counted := self._counted(each):
                 with suppress(StoreError):
                     # Shielded: a call that is cancelled now must still refund.
-                    await asyncio.shield(counted[0].refund(counted[1], each.units, decision))
+                    limiter, key = counted
+                    refund = (
+                        limiter.refund(key, each.units, decision)
+                        if each.override or not each.unit
+                        else limiter.refund(key, decision=decision, costs=self._costs_of(each))
+                    )
+                    await asyncio.shield(refund)
 
     async def _return(self, check: DescriptorCheck) -> None:
         """Return units that the caller reports, as far as the scope of its token permits."""
@@ -152,7 +177,8 @@ class Decider:
             await self.give_back([(check, None)])
             return
         with suppress(StoreError):
-            await asyncio.shield(give_back(self._limiter, check.scope, check.request, check.units))
+            cost = self._cost_of(check)
+            await asyncio.shield(give_back(self._limiter, check.scope, check.request, cost))
 
     def _counted(self, check: DescriptorCheck) -> tuple[AsyncLimiter, Key | Request] | None:
         """Return the limiter and the key of a check; None if it is not counted."""

@@ -28,9 +28,12 @@ by its digest. Rules and lists match the value itself.
 
 **Costs.** A descriptor costs its own `hits_addend`, or else the request's, or else 1. Its own 0
 spends nothing and checks whether there is room for 1. With `is_negative_hits` the units are
-returned. A descriptor that Envoy sends after the response (`apply_on_stream_done`) comes too late
-to be denied, and a denial would cost nothing. With an entry of the key SETTLE it is never denied,
-and spends as much as fits.
+returned. With an entry of the key UNIT, the units are those of its value, such as `tokens`, and
+rules of other units count nothing.
+
+A descriptor that Envoy sends after the response (`apply_on_stream_done`) comes too late to be
+denied, and a denial would cost nothing. With an entry of the key SETTLE it is never denied, and
+spends as much as fits.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.costs import REQUESTS
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import REQUEST_FIELDS, UNITS_MAX, WINDOW_NS_MAX, Limit, Request
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
@@ -50,8 +54,9 @@ from ratekeeper.web.addresses import counted_address
 if TYPE_CHECKING:
     from ratekeeper.service.envoy.protocol.messages import RateLimitDescriptor, RateLimitRequest
 
-# An entry with this key is an instruction to the service; rules do not see it.
+# Entries with these keys are instructions to the service; rules do not see them.
 SETTLE: Final = "ratekeeper.settle"
+UNIT: Final = "ratekeeper.unit"
 # The attributes that no entry fills.
 DOMAIN: Final = "domain"
 DESCRIPTOR_KEYS: Final = "descriptor_keys"
@@ -110,6 +115,13 @@ class DescriptorCheck(NamedTuple):
     """Spend as much as fits and do not deny: the request has ended."""
     scope: Mapping[str, str] | None = None
     """The scope of the caller's token."""
+    unit: str = ""
+    """What `units` count; empty: requests."""
+
+    @property
+    def requests(self) -> int:
+        """The requests that it counts."""
+        return self.units if self.unit in {"", REQUESTS} else 0
 
     @property
     def spends(self) -> bool:
@@ -138,10 +150,13 @@ def checks_of(message: RateLimitRequest) -> list[DescriptorCheck]:
 def _check_of(domain: str, descriptor: RateLimitDescriptor, units: int) -> DescriptorCheck:
     entries = []
     settles = False
+    unit = ""
     for each in descriptor.entries:
         key = each.key
         if key == SETTLE:
             settles = True
+        elif key == UNIT:
+            unit = _text(each.value)
         else:
             entries.append((key, each.value))
     return DescriptorCheck(
@@ -149,6 +164,8 @@ def _check_of(domain: str, descriptor: RateLimitDescriptor, units: int) -> Descr
         _units_of(descriptor, units),
         _override_of(descriptor) if descriptor.HasField("limit") else None,
         settles,
+        None,
+        unit,
     )
 
 

@@ -303,9 +303,9 @@ class GrantPart:
 
     async def _refund(self, refund: Refund) -> None:
         """Give units back. If the store fails, they stay spent."""
-        charges = [(check, refund.charged_ns) for check in self._checks]
+        charges = [(check.at(refund.units), refund.charged_ns) for check in self._checks]
         with suppress(StoreError):
-            await asyncio.shield(self._limiter.refund_charges(charges, refund.units))
+            await asyncio.shield(self._limiter.settle_charges(charges, [], 0))
 
     def sending(self) -> None:
         """See Part."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.core.errors import CapacityError, InvalidKey
+from ratekeeper.core.errors import CapacityError, InvalidCost, InvalidKey
 from ratekeeper.core.model import CheckResult, Limit, ResultKind
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.service.envoy.protocol import wire
@@ -31,7 +31,7 @@ from ratekeeper.web.answers import (
 )
 
 # The result for a descriptor.
-Outcome = CheckResult | CapacityError | InvalidKey
+Outcome = CheckResult | CapacityError | InvalidCost | InvalidKey
 
 RateLimit = RateLimitResponse.RateLimit
 
@@ -77,7 +77,7 @@ def _failure_of(outcomes: Sequence[Outcome]) -> HttpAnswer | None:
     for each in outcomes:
         if isinstance(each, CapacityError):
             return capacity_answer(each)
-        if isinstance(each, InvalidKey):
+        if isinstance(each, InvalidCost | InvalidKey):
             return invalid_request_answer(each)
     return None
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from google.protobuf.message import DecodeError
 
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, SystemClock, seconds_from_ns
-from ratekeeper.core.errors import CapacityError, ConfigError, InvalidKey, StoreError
+from ratekeeper.core.errors import CapacityError, ConfigError, InvalidCost, InvalidKey, StoreError
 from ratekeeper.core.model import CheckResult, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.decide.failure import FailurePolicy
@@ -136,7 +136,7 @@ class RateLimitService:
             results = await self._decider.decide(checks)
             self._counters.decision_seconds.note(perf_counter_ns() - began_ns)
             self._count_own(checks, results)
-        except (CapacityError, InvalidKey) as error:
+        except (CapacityError, InvalidCost, InvalidKey) as error:
             self._over.note("over the limit, and waiting does not help: %s", error)
             return [await self._looked(each) for each in checks]
         delay_ns = max(result.decision.delay_ns for result in results)
@@ -147,7 +147,7 @@ class RateLimitService:
     async def _looked(self, check: DescriptorCheck) -> Outcome:
         try:
             return await self._decider.look(check)
-        except (CapacityError, InvalidKey) as error:
+        except (CapacityError, InvalidCost, InvalidKey) as error:
             return error
 
     async def _held(
@@ -216,7 +216,7 @@ def _record(
             (each, result) for each, result in zip(checks, results, strict=True) if each.spends
         ]
         recorder.note_all(
-            [(each.request, each.units) for each, _ in pairs],
+            [(each.request, each.requests) for each, _ in pairs],
             [result for _, result in pairs],
             time.time_ns(),
             request_id,

@@ -15,8 +15,10 @@ such as a limit on the whole service, the units stay spent until they are refill
 requests pass for a moment, and never too many.
 
 A settlement may come long after the check, when time has already returned some of the units. So the
-reply to a check with `settle` has the charges and their times (`charged`), and the caller sends
-them back. Without them, a settlement is a correction, as in `Limiter.refund` without a decision.
+reply to a check with `settle` has `charged`: the rules, subjects, units and times of its charges,
+and a random name. The caller sends it back. Then the service knows what was reserved, returns only
+units that time has not returned, rejects a settlement for another client, and applies it once.
+Without `charged`, a settlement is a correction, as in `Limiter.refund` without a decision.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from __future__ import annotations
 import asyncio
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import repeat
+from os import urandom
 from time import perf_counter_ns
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -34,6 +38,7 @@ import msgspec
 from msgspec import Meta
 
 from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.costs import Cost, check_settlement, requests_in
 from ratekeeper.core.errors import (
     CapacityError,
     ConfigError,
@@ -45,14 +50,14 @@ from ratekeeper.core.model import (
     REQUEST_FIELDS,
     UNITS_MAX,
     CheckResult,
-    Decision,
+    Limit,
     PenaltyKind,
     Request,
     ResultKind,
     Settlement,
 )
 from ratekeeper.limiter import AsyncLimiter
-from ratekeeper.limiter.charges import RuleCharge, charges_in
+from ratekeeper.limiter.charges import Owed, RuleCharge, charges_in, settlement_of
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.document.model import Rule
 from ratekeeper.service.http.bodies import body_reader
@@ -90,7 +95,16 @@ _new_tuple: Final = tuple.__new__
 
 RESERVATION_LENGTH_MAX: Final = 128
 CHARGED_LENGTH_MAX: Final = 16_384
+UNIT_NAMES_MAX: Final = 64
 Units = Annotated[int, Meta(ge=0, le=UNITS_MAX)]
+UnitCosts = Annotated[
+    dict[str, Units],
+    Meta(
+        max_length=UNIT_NAMES_MAX,
+        description="Costs by unit, for rules that have a `unit`.",
+        examples=[{"requests": 1, "tokens": 1200}],
+    ),
+]
 Attributes = Annotated[
     dict[str, str],
     Meta(
@@ -121,6 +135,9 @@ class CheckBody(RequestFields, forbid_unknown_fields=True, gc=False):
     """The request to check, and its cost."""
 
     cost: Annotated[Units, Meta(description="Units that the request spends.")] = 1
+    costs: Annotated[
+        UnitCosts | None, Meta(description="Units that it spends, by unit; instead of `cost`.")
+    ] = None
     settle: Annotated[
         bool, Meta(description="True if the cost will be settled: the reply has `charged`.")
     ] = False
@@ -138,23 +155,33 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
 class SettleBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
     """A request that was checked, the units that it spent, and its real cost."""
 
-    reserved: Annotated[Units, Meta(description="Units that the check spent.")]
-    actual: Annotated[Units, Meta(description="Units that the request cost in the end.")]
+    actual: Annotated[
+        Units | UnitCosts,
+        Meta(
+            description="Units that the request cost in the end, or costs by unit; a unit that is "
+            "not named stays as it was reserved, and 0 returns all."
+        ),
+    ]
+    reserved: Annotated[
+        Units | UnitCosts | None,
+        Meta(description="Units that the check spent; `charged` says it, too."),
+    ] = None
     reservation: Annotated[
         str,
         Meta(
             max_length=RESERVATION_LENGTH_MAX,
-            description="A name of the reservation, such as the ID of the request. A second "
-            "settlement of the same client with it changes nothing: the last 1,023 names of a "
-            "client are remembered, until an hour after its last settlement.",
+            description="A name of the reservation, such as the ID of the request; by default "
+            "that of `charged`. A second settlement of the same client with it changes nothing: "
+            "the last 1,023 names of a client are remembered, until an hour after its last "
+            "settlement.",
         ),
     ] = ""
     charged: Annotated[
         str,
         Meta(
             max_length=CHARGED_LENGTH_MAX,
-            description="As the check's reply had it, so that units that time has returned "
-            "already are not returned again.",
+            description="As the check's reply had it: what was charged, to whom, and when. Units "
+            "that time has returned already are not returned again.",
         ),
     ] = ""
 
@@ -233,10 +260,10 @@ class SettleReply(msgspec.Struct):
     """The result of a settlement."""
 
     charged: Annotated[
-        int,
+        int | dict[str, int],
         Meta(
-            description="Units that the request is charged in all: the most that a refund of it "
-            "returns."
+            description="Units that the request is charged in all, or by unit if `actual` is: the "
+            "most that a refund of it returns."
         ),
     ]
     forgiven: Annotated[
@@ -254,6 +281,9 @@ class SettleReply(msgspec.Struct):
             "other numbers are 0."
         ),
     ]
+    reason: Annotated[
+        str, Meta(description="Why nothing was changed, or why units were not returned.")
+    ] = ""
 
 
 # A Request is filled slot by slot: its own constructor would repeat the checks of the decoder, and
@@ -281,6 +311,15 @@ def request_of(fields: RequestFields) -> Request:
     return request
 
 
+def cost_of(body: CheckBody) -> Cost:
+    """Return the cost of a check. Raises ConfigError for two."""
+    if body.costs is None:
+        return body.cost
+    if body.cost != 1:
+        raise ConfigError("the body: cost and costs are both given; give one of them")
+    return body.costs
+
+
 # ── Handlers ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -297,7 +336,7 @@ class ReadCheck(NamedTuple):
     """The body of a check."""
 
     request: Request
-    cost: int
+    cost: Cost
     settles: bool
     """True if the caller will settle the cost, and needs the charges."""
 
@@ -316,7 +355,7 @@ class RememberedChecks:
     def read(self, body: bytes) -> ReadCheck:
         """Decode a body into a request and its cost. Raises BodyRejected, ConfigError."""
         fields = self._decode(body)
-        found = ReadCheck(request_of(fields), fields.cost, fields.settle)
+        found = ReadCheck(request_of(fields), cost_of(fields), fields.settle)
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self.by_body) >= REMEMBERED_MAX:
                 self.by_body.clear()
@@ -343,7 +382,11 @@ def _check(context: ServiceContext) -> Handler:
         started_ns = perf_counter_ns()
         try:
             if evaluate_at_once is None:
-                result = await limiter.evaluate(request, cost)
+                result = (
+                    await limiter.evaluate(request, cost)
+                    if isinstance(cost, int)
+                    else await limiter.evaluate(request, costs=cost)
+                )
             else:
                 result = evaluate_at_once(request, cost)
         except CapacityError as error:
@@ -351,7 +394,7 @@ def _check(context: ServiceContext) -> Handler:
         note_seconds(perf_counter_ns() - started_ns)
         decided_ns = now_ns()
         if recorder is not None:
-            recorder.note(request, result, cost, decided_ns, http_request[4])
+            recorder.note(request, result, requests_in(cost), decided_ns, http_request[4])
         decision, _, kind, shadow_denied, _, _ = result
         if kind != "limited" or not decision.allowed or decision.degraded or settles:
             return check_reply(result, decided_ns, style, settles=settles)
@@ -422,7 +465,7 @@ def check_members(result: CheckResult, *, settles: bool = False) -> dict[str, An
     if decision.penalty is not None:
         members["penalty"] = decision.penalty
     if settles and decision.allowed:
-        members["charged"] = charged_text(decision)
+        members["charged"] = charged_text(result)
     return members
 
 
@@ -438,15 +481,16 @@ def _batch(context: ServiceContext) -> Handler:
         settles = [each.settle for each in body.checks]
         ids = repeat(http_request.request_id)
         wanted = [
-            (in_scope(http_request.token, request_of(each)), each.cost) for each in body.checks
+            (in_scope(http_request.token, request_of(each)), cost_of(each)) for each in body.checks
         ]
         if body.atomic:
             started_ns = perf_counter_ns()
             decided = await limiter.evaluate_all(wanted)
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
+                recorded = [(request, requests_in(cost)) for request, cost in wanted]
                 context.recorder.note_all(
-                    wanted, decided, context.now_ns(), http_request.request_id
+                    recorded, decided, context.now_ns(), http_request.request_id
                 )
             results: list[Any] = list(map(_batch_decision, decided, settles))
         elif is_remote:
@@ -456,15 +500,20 @@ def _batch(context: ServiceContext) -> Handler:
         return json_reply(BatchReply(results))
 
     async def one(
-        check: tuple[Request, int], settles: bool, request_id: bytes
+        check: tuple[Request, Cost], settles: bool, request_id: bytes
     ) -> BatchDecision | BatchError:
         request, cost = check
         started_ns = perf_counter_ns()
         try:
-            result = await limiter.evaluate(request, cost)
+            result = await (
+                limiter.evaluate(request, cost)
+                if isinstance(cost, int)
+                else limiter.evaluate(request, costs=cost)
+            )
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
-                context.recorder.note(request, result, cost, context.now_ns(), request_id)
+                spent = requests_in(cost)
+                context.recorder.note(request, result, spent, context.now_ns(), request_id)
             return _batch_decision(result, settles)
         except (CapacityError, ConfigError, StoreError) as error:
             return _batch_error(error)
@@ -484,86 +533,156 @@ def _batch_error(error: RatekeeperError) -> BatchError:
 
 def _settle(context: ServiceContext) -> Handler:
     read = body_reader(SettleBody)
+    limiter = context.limiter
 
     async def settle(http_request: ServiceRequest) -> ServiceReply:
         body = read(http_request.body)
-        request = in_scope(http_request.token, request_of(body))
-        scope = http_request.token.scope
-
-        async def apply() -> Settlement:
-            units = body.actual - body.reserved
-            if units >= 0:
-                settled = await context.limiter.settle(request, body.reserved, body.actual)
-                await _record_settled(context, request, settled.charged - body.reserved)
-                return settled
-            await give_back(context.limiter, scope, request, -units, body.charged)
-            if not scope:  # with a scope, a customer could reduce its own bill
-                await _record_settled(context, request, units)
-            return Settlement(body.actual)
-
-        if not body.reservation:
-            return json_reply(SettleReply(*await apply()))
-        # The name belongs to the caller's scope: one customer cannot take the names of another.
-        of = tuple(f"{field}={value}" for field, value in sorted(scope.items()))
-        settled = await context.limiter.once(request, body.reservation, apply, of)
-        return json_reply(SettleReply(*settled))
+        token = http_request.token
+        request = in_scope(token, request_of(body))
+        found = _reserved(limiter, request, body)
+        charged, actual = found.charged, body.actual
+        if token.scope:
+            charged = [each for each in charged if counts_only(token.scope, each[0].rule)]
+        if name := body.reservation or found.name:
+            # The name belongs to the caller's scope: one customer cannot take the names of another.
+            of = tuple(f"{field}={value}" for field, value in sorted(token.scope.items()))
+            owed = await limiter.settle_once(request, name, charged, found.checks, actual, of)
+        else:
+            owed = await limiter.settle_charges(charged, found.checks, actual)
+        result = settlement_of(found.checks, owed, body.reserved, actual)
+        if owed is None:
+            return json_reply(_settle_reply(result, "this reservation was settled already"))
+        _record_settled(context, found.checks, actual, owed, with_returns=not token.scope)
+        late = _late(charged, actual, context.now_ns())
+        reason = f"too late: time has returned the units of {', '.join(late)}" if late else ""
+        return json_reply(_settle_reply(result, reason))
 
     return settle
 
 
-async def _record_settled(context: ServiceContext, request: Request, units: int) -> None:
-    """Correct the recorded usage. A check of one unit that spends nothing finds the subject."""
-    if context.recorder is None or not units:
+def _settle_reply(result: Settlement, reason: str) -> SettleReply:
+    charged = result.charged
+    return SettleReply(charged if isinstance(charged, int) else dict(charged), *result[1:], reason)
+
+
+def _record_settled(
+    context: ServiceContext,
+    checks: Sequence[RuleCheck],
+    actual: Cost,
+    owed: Sequence[Owed],
+    *,
+    with_returns: bool,
+) -> None:
+    """Correct the recorded usage; a customer must not reduce its own bill (`with_returns`)."""
+    recorder, now_ns = context.recorder, context.now_ns()
+    if recorder is None:
         return
-    with suppress(CapacityError, StoreError):
-        result = await context.limiter.evaluate(request, 1, spend=False)
-        if not result.decision.degraded:
-            context.recorder.settle(result, units, context.now_ns())
+    for check, each in zip(checks, owed, strict=True):
+        units = check.settled(actual) - check.units - sum(each)
+        if check.rule.mode != "shadow" and (units > 0 or (units and with_returns)):
+            recorder.settle(check.rule.id, check.subject, units, now_ns)
 
 
-# ── Returned units ─────────────────────────────────────────────────────────────────────────────
+# ── What was reserved ──────────────────────────────────────────────────────────────────────────
+
+
+class _Reserved(NamedTuple):
+    """What a check has charged, as the caller of the settlement says it."""
+
+    charged: list[RuleCharge]
+    """The charges that may be returned."""
+    checks: list[RuleCheck]
+    """Every rule that applies, with the units that it was charged."""
+    name: str
+    """The name of the reservation; empty if it has none."""
+
+
+def _reserved(limiter: AsyncLimiter, request: Request, body: SettleBody) -> _Reserved:
+    """Return what the check of a settlement has charged. Raises ConfigError."""
+    plan = limiter.compiled_rules.plan
+    reserved = body.reserved
+    if not body.charged:
+        if reserved is None:
+            raise ConfigError(
+                "the body: say what was charged: copy `charged` from the reply to a check with "
+                '"settle": true, or give `reserved`'
+            )
+        check_settlement(reserved, body.actual)
+        plan(request, body.actual)  # rejects a unit that no rule counts
+        checks = plan(request, reserved).checks
+        return _Reserved([(check, None) for check in checks], checks, "")
+    plan(request, body.actual)
+    checks = plan(request, 0).checks
+    name, charged = _charges_of(checks, body.charged)
+    if reserved is not None:
+        check_settlement(reserved, body.actual)
+        expected = {check.rule.id: check.units for check in plan(request, reserved).checks}
+        for check, _ in charged:
+            if check.units != expected[check.rule.id]:
+                raise ConfigError(
+                    f"the body: reserved={show(reserved)} is {expected[check.rule.id]:,} units of "
+                    f"rule {check.rule.id}, and `charged` says {check.units:,}; leave reserved out"
+                )
+    known = {check.rule.id: check for check, _ in charged}
+    returnable = [each for each in charged if each[1] is not None]
+    return _Reserved(returnable, [known.get(each.rule.id, each) for each in checks], name)
 
 
 async def give_back(
-    limiter: AsyncLimiter,
-    scope: Mapping[str, str],
-    request: Request,
-    units: int,
-    charged: str = "",
+    limiter: AsyncLimiter, scope: Mapping[str, str], request: Request, cost: Cost
 ) -> None:
     """Return units under the rules that a token's scope covers. Raises StoreError, ConfigError.
 
-    `request` must be in the scope already. `charged` is that of the check's reply, if it is known.
+    `request` must be in the scope already.
     """
-    checks = limiter.compiled_rules.plan(request, units).checks
-    charges = _charges_of(checks, charged) if charged else [(check, None) for check in checks]
-    if scope:
-        charges = [charge for charge in charges if counts_only(scope, charge[0].rule)]
-    await limiter.refund_charges(charges, units)
+    checks = limiter.compiled_rules.plan(request, cost).checks
+    covered = [(each, None) for each in checks if not scope or counts_only(scope, each.rule)]
+    await limiter.settle_charges(covered, [], 0)
 
 
-def charged_text(decision: Decision) -> str:
-    """Return the charges of a decision, as a text for the settlement.
+def charged_text(result: CheckResult) -> str:
+    """Return what a check has charged, as a text for the settlement.
 
-    Each rule has its own time, and a split rule the part that was charged. The text holds no secret
+    Each rule has its own time, and a split rule the part that was charged. A rule that was charged
+    nothing that can be returned, such as units of a grant, has no time. The text holds no secret
     and is not signed: the caller is believed about the reserved units anyway.
     """
-    charges = []
-    for check, charged_ns in charges_in(decision):
+    charges: list[_Charged] = []
+    for check, charged_ns in charges_in(result.decision):
         part = [subject for _, subject in check.parts].index(check.counted)
-        charges.append((check.rule.id, part, charged_ns))
-    return urlsafe_b64encode(msgspec.msgpack.encode(charges)).decode()
+        charges.append((check.rule.id, part, charged_ns, check.units, _digest(check.subject)))
+    known = {charge[0] for charge in charges}
+    for applied, (subject, units) in zip(result.applied, result.counted, strict=False):
+        if applied.rule not in known:
+            charges.append((applied.rule, 0, None, units, _digest(subject)))
+    return urlsafe_b64encode(msgspec.msgpack.encode((urandom(_NAME_BYTES), charges))).decode()
 
 
-# Rule, part and time. A time beyond the year 2096 is beyond the range of the stores.
-_Charged = tuple[str, int, Annotated[int, Meta(ge=0, le=4 * 10**18)]]
-_decode_charges: Final = msgspec.msgpack.Decoder(list[_Charged]).decode
+def _digest(subject: str) -> bytes:
+    return blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=_NAME_BYTES).digest()
 
 
-def _charges_of(checks: Sequence[RuleCheck], charged: str) -> list[RuleCharge]:
-    """Return the rules that a check charged, and that still apply. Raises ConfigError."""
+_NAME_BYTES: Final = 8
+_Bytes = Annotated[bytes, Meta(min_length=_NAME_BYTES, max_length=_NAME_BYTES)]
+# Rule, part, time, units and subject. A time beyond the year 2096, or more units, are beyond the
+# range of the stores.
+_Charged = tuple[
+    str,
+    int,
+    Annotated[int, Meta(ge=0, le=4 * 10**18)] | None,
+    Annotated[int, Meta(ge=0, le=UNITS_MAX)],
+    _Bytes,
+]
+_decode_charges: Final = msgspec.msgpack.Decoder(tuple[_Bytes, list[_Charged]]).decode
+
+
+def _charges_of(checks: Sequence[RuleCheck], charged: str) -> tuple[str, list[RuleCharge]]:
+    """Return the name of a reservation and the rules that it charged, and that still apply.
+
+    Raises ConfigError for a text that is none, or that belongs to another client.
+    """
     try:
-        charges = _decode_charges(urlsafe_b64decode(charged.encode("ascii")))
+        name, charges = _decode_charges(urlsafe_b64decode(charged.encode("ascii")))
     except (ValueError, msgspec.DecodeError):
         raise ConfigError(
             f"charged={show(charged)} is not a text of a reply to a check; "
@@ -571,12 +690,36 @@ def _charges_of(checks: Sequence[RuleCheck], charged: str) -> list[RuleCharge]:
         ) from None
     by_rule = {check.rule.id: check for check in checks}
     found: list[RuleCharge] = []
-    for rule, part, charged_ns in charges:
+    for rule, part, charged_ns, units, subject in charges:
         check = by_rule.pop(rule, None)
-        if check is not None and 0 <= part < len(check.parts):
-            counter, subject = check.parts[part]
-            found.append((check._replace(counter=counter, counted=subject), charged_ns))
-    return found
+        if check is None or not 0 <= part < len(check.parts):
+            continue
+        if subject != _digest(check.subject):
+            raise ConfigError(
+                f"charged belongs to another client: rule {rule} has charged another subject; send "
+                f"the fields of the request that was checked"
+            )
+        counter, counted = check.parts[part]
+        at = check._replace(counter=counter, counted=counted, units=units)
+        found.append((at, charged_ns))
+    return name.hex(), found
+
+
+def _late(charged: Iterable[RuleCharge], actual: Cost, now_ns: int) -> list[str]:
+    """Return the rules whose surplus units time has returned already."""
+    return [
+        check.rule.id
+        for check, charged_ns in charged
+        if charged_ns is not None
+        and check.settled(actual) < check.units
+        and now_ns - charged_ns >= max(map(_whole_ns, check.counter.limits))
+    ]
+
+
+def _whole_ns(limit: Limit) -> int:
+    """Return the time after which no unit of a charge counts any more."""
+    windows = 2 if limit.algorithm == "sliding_window_counter" else 1
+    return max(windows, -(-limit.capacity // limit.limit)) * limit.window_ns
 
 
 def counts_only(scope: Mapping[str, str], rule: Rule) -> bool:
