@@ -21,6 +21,7 @@ from ratekeeper import (
 )
 from ratekeeper.core.clock import SystemClock
 from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
+from ratekeeper.httpx import LimitTransport
 from ratekeeper.testing import ManualClock
 
 RULES = """
@@ -218,3 +219,18 @@ def test_a_top_up_takes_no_other_slot() -> None:
             assert reservation.use(10)
         assert not limiter.check("f")
     assert limiter.check("f")
+
+
+async def test_batch_requests_leave_the_last_fifth_of_the_slots() -> None:
+    """And a cost above the number of slots is no reason to deny a request."""
+    limiter = AsyncLimiter("10 at once for 60s")
+    for _ in range(8):
+        assert await limiter.wait("f", 50, priority="batch", timeout=0)
+    assert not await limiter.wait("f", 50, priority="batch", timeout=0)
+    assert await limiter.wait("f", 50, timeout=0)
+
+
+def test_a_transport_limits_no_requests_in_flight() -> None:
+    """It does not know when a response has been read."""
+    with pytest.raises(ConfigError, match=r"limiter\.reserve"):
+        LimitTransport(Limiter("2 at once for 60s"))

@@ -642,7 +642,8 @@ def _too_high(checks: RuleChecks, error: CapacityError) -> Steps[dict[int, Decis
     """
     for check in checks:
         limits = at_step(check.choice.limits, highest_step(check.rule))
-        if check.units > min(limit.capacity for limit in limits):
+        counted = [limit.capacity for limit in limits if limit.algorithm != IN_FLIGHT]
+        if counted and check.units > min(counted):
             raise error
     for at, check in enumerate(checks):
         if check.step < highest_step(check.rule):
