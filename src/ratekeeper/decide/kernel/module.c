@@ -375,8 +375,9 @@ PyObject *rk_raise_status(rk_table_object *self, rk_status status)
                         "have of it; give limits that differ in algorithm or window other names. A "
                         "larger ?capacity= does not help");
     else if (status == RK_LOG_FULL)
-        PyErr_SetString(error_full, "the rule has used up its part of the memory for sliding "
-                                    "window logs and requests in flight; choose a larger ?log_bytes=");
+        PyErr_SetString(error_full,
+                        "the rule has used up its part of the memory for sliding "
+                        "window logs and requests in flight; choose a larger ?log_bytes=");
     else if (status == RK_BUSY)
         PyErr_SetString(error_timeout, "another process has held the table's lock for 1 s; "
                                        "is it stopped?");
@@ -575,8 +576,8 @@ typedef rk_counter_object counter_object;
 static PyTypeObject fast_check_type;
 
 static const char *const ALGORITHMS[] = {
-    "token_bucket", "leaky_bucket", "sliding_window_log", "sliding_window_counter", "fixed_window",
-    "in_flight",
+    "token_bucket",           "leaky_bucket", "sliding_window_log",
+    "sliding_window_counter", "fixed_window", "in_flight",
 };
 enum { ALGORITHM_COUNT = sizeof ALGORITHMS / sizeof *ALGORITHMS };
 
@@ -957,8 +958,7 @@ static PyObject *counter_owed(counter_object *self, PyObject *args)
 {
     PyObject *subject, *now = Py_None;
     rk_change c = {.verb = RK_OWED};
-    if (!PyArg_ParseTuple(args, "U|O", &subject, &now) ||
-        !parse_call(self, subject, NULL, now, &c))
+    if (!PyArg_ParseTuple(args, "U|O", &subject, &now) || !parse_call(self, subject, NULL, now, &c))
         return NULL;
     return apply(self, &c);
 }

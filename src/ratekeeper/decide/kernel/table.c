@@ -726,8 +726,8 @@ static PLAIN_CHECK rk_status fit_rings(rk_table *table, part *parts, int count)
         part *p = &parts[i];
         if (!pushes(p))
             continue;
-        rk_status status = takes_slot(p) ? fit_slot(table, p, &p->ring_block)
-                                         : fit_ring(table, p, &p->ring_block);
+        rk_status status =
+            takes_slot(p) ? fit_slot(table, p, &p->ring_block) : fit_ring(table, p, &p->ring_block);
         if (status != RK_OK) {
             return_rings(table, parts, i);
             return status;
@@ -784,8 +784,8 @@ static RARE void push_slot(rk_table *table, rk_segment *segment, part *p, claims
         return;
     }
     ring.times[2 * index] = p->limit->stamp;
-    segment->pushes[segment->push_count++] = (rk_push){
-        .block = block, .first = 2 * index + 1, .count = 1, .at_ns = p->after.ends_ns};
+    segment->pushes[segment->push_count++] =
+        (rk_push){.block = block, .first = 2 * index + 1, .count = 1, .at_ns = p->after.ends_ns};
     ring.count = ring.count > 2 * index + 2 ? ring.count : 2 * index + 2;
     p->after.value = log_value(block, &ring);
 }
@@ -836,9 +836,9 @@ static RARE void journal_debt(rk_segment *segment, uint32_t *count, const part *
                 (uint64_t)p->after.debt);
 }
 
-/* Write the part's new state to the journal, with the rest of its credit or its debt. No call writes
- * both: a settlement that owes more has used the credit up, whose slot then counts nothing, because
- * the state has no bit for it. */
+/* Write the part's new state to the journal, with the rest of its credit or its debt. No call
+ * writes both: a settlement that owes more has used the credit up, whose slot then counts nothing,
+ * because the state has no bit for it. */
 static void journal_part(rk_segment *segment, uint32_t *count, const part *p, int64_t now_ns,
                          int64_t expires_ns)
 {
