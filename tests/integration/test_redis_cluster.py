@@ -206,6 +206,30 @@ def test_several_subjects_on_several_nodes_are_charged_together(
         assert [api.peek(each).remaining for each in (user, tenant, address)] == [20, 0, 20]
 
 
+def test_a_thread_asks_all_nodes_of_a_request_at_the_same_time(cluster: Cluster, key: str) -> None:
+    """The node that is charged first is silent: the other one has its look all the same."""
+    silent = cluster.node_of(slot(key))
+    beyond = (f"{key} {number}" for number in count())
+    other = next(each for each in beyond if cluster.node_of(slot(each)) is not silent)
+    asked = cluster.node_of(slot(other)).admin
+
+    def calls() -> int:
+        return int(asked.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+    with client("threads", cluster.uri, deadline_ms=500) as api:
+        until(
+            lambda: not errors_of([outcome(api.start_all([key, other]))]),
+            "both answer",
+            SECONDS_MAX,
+        )
+        before = calls()
+        silent.pause()
+        error = api.start_all([key, other]).exception()
+        silent.resume()
+        assert isinstance(error, StoreError)
+        assert calls() == before + 1
+
+
 @both_wires
 def test_a_request_that_fails_for_one_subject_charges_no_other(
     cluster: Cluster, key: str, wire: str

@@ -28,7 +28,7 @@ from tests.walks import (
 
 LEASED = "Follow a request: a leased check on Redis"
 REPEATED = "Follow a request: POST /v1/check with rules on Redis"
-FUNCTIONS_MAX = 35
+FUNCTIONS_MAX = 32
 FILES_MAX = 15
 TWO_RULES_MAX = 40
 

@@ -14,9 +14,10 @@ function. It continues with the answer, or with its error, as if it had waited i
 Two links carry Asks: `run` waits in the calling thread, `run_async` awaits. Both take the same
 generator, so there is only one version of the logic. Steps call other steps with `yield from`.
 
-`Together` is several calls that may run at the same time: asyncio makes them concurrently, threads
-make them one after another. An `Undo`, and steps that wait for a Together that `completes`, go on
-in the background if the caller is cancelled, because they spend or return units.
+`Together` is several calls that may run at the same time. asyncio makes them concurrently. Threads
+make them one after another, except Asks that can be waited for `together`. An `Undo`, and steps
+that wait for a Together that `completes`, go on in the background if the caller is cancelled,
+because they spend or return units.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ class Ask:
     Both are called with `args`, and return the same answer or raise the same errors.
     """
 
-    __slots__ = ("args", "send", "wait")
+    __slots__ = ("args", "send", "together", "wait")
+
+    together: Callable[[Sequence[Any]], list[Any]]
+    """Wait for several Asks with the same `together` at once. It takes their `args`, and returns
+    their answers and errors. Most Asks have none."""
 
     def __init__(
         self, wait: Callable[..., Any], send: Callable[..., Awaitable[Any]], *args: Any
@@ -115,19 +120,29 @@ def run(steps: Steps[T]) -> T:
 
 def _results(calls: Sequence[Call]) -> list[Any]:
     results: list[Any] = []
+    joint: dict[Callable[[Sequence[Any]], list[Any]], list[int]] = {}
     late: StoreTimeout | None = None
-    for call in calls:
+    for at, call in enumerate(calls):
         if late is not None and type(call) is not Undo:
             results.append(StoreUnavailable(f"not asked after another call's timeout: {late}"))
             continue
         try:
             result = call.function(*call.args)
-            results.append(result.wait(*result.args) if type(result) is Ask else result)
+            if type(result) is Ask:
+                if len(calls) > 1 and hasattr(result, "together"):
+                    joint.setdefault(result.together, []).append(at)
+                else:
+                    result = result.wait(*result.args)
+            results.append(result)
         except StoreTimeout as error:
             late = error
             results.append(error)
         except Exception as error:
             results.append(error)
+    for together, asked in joint.items():
+        answers = together([results[at].args for at in asked])
+        for at, answer in zip(asked, answers, strict=True):
+            results[at] = answer
     return results
 
 

@@ -57,8 +57,9 @@ class Lost:
 
 
 lost: Final = Lost()
-# After these, the charge was not made. After any other error, it may have been made.
+# After these, the charge was not made, unless they say that it may have been.
 NOT_CHARGED: Final = (CapacityError, StoreFull, StoreUnavailable)
+_MAY_BE_COUNTED: Final = "may have been counted"
 _NO_ANSWER: Final = StoreTimeout("the call was interrupted")
 
 
@@ -144,7 +145,7 @@ def _returning(
     totals: dict[tuple[Counter, str], int] = {}
     for at, ((counter, subject, units), answer) in enumerate(zip(charges, answers, strict=True)):
         if isinstance(answer, BaseException):
-            lost.unknown += not isinstance(answer, NOT_CHARGED)
+            lost.unknown += may_be_charged(answer)
             left.append(answer)
             continue
         # An answer also counts the units of the charges before it, which are returned, too.
@@ -171,9 +172,14 @@ def _returning(
     return left, not failed
 
 
+def may_be_charged(error: BaseException) -> bool:
+    """Return True if a charge that has failed may have been made."""
+    return not isinstance(error, NOT_CHARGED) or _MAY_BE_COUNTED in str(error)
+
+
 def _with_failed_return(answer: Answer) -> Answer:
     """Return the error of a charge; it also says that another one may stay charged."""
-    if not isinstance(answer, StoreError) or "may have been counted" in str(answer):
+    if not isinstance(answer, StoreError) or _MAY_BE_COUNTED in str(answer):
         return answer
     both = StoreUnavailable(f"{answer}; another part of the request may have been counted once")
     both.__cause__ = answer

@@ -16,7 +16,13 @@ from ratekeeper.decide.stores.redis import batches
 from ratekeeper.decide.stores.redis.batches import EQUAL_MAX
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.connections import NotSent
-from ratekeeper.decide.stores.redis.scripts import CHARGES_MAX, ScriptCall
+from ratekeeper.decide.stores.redis.scripts import (
+    CHARGES_MAX,
+    SERVER_TIME,
+    ScriptCall,
+    ScriptCharge,
+    batch_call,
+)
 from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.answering import awaited
 
@@ -29,15 +35,12 @@ class Wire:
     """The connection of one loop. A test answers the calls."""
 
     def __init__(self) -> None:
-        self.connected = True
         self.calls: list[tuple[bytes, Any]] = []
         self.settled: list[ScriptCall] = []
-        self.undone: list[ScriptCall] = []
+        self.undone: list[tuple[bytes, bytes]] = []
 
     def submit(self, payload: bytes, _discarded: int = 0, reply: Any = None) -> Any:
         self.calls.append((payload, reply))
-        if not self.connected:
-            reply.watch()
         return reply
 
     def answer(self, *replies: Any) -> None:
@@ -74,9 +77,9 @@ class Store:
                 raise found
             return found
 
-        async def send_all(calls: Sequence[ScriptCall], _due_ns: int) -> list[Any]:
-            wire.undone += calls
-            return [left.pop(0) if left else [1] for _ in calls]
+        async def send_all(commands: Sequence[tuple[bytes, bytes]], _due_ns: int) -> list[Any]:
+            wire.undone += commands
+            return [left.pop(0) if left else [1] for _ in commands]
 
         self.driver.settle = settle
         self.driver._send_all = send_all
@@ -234,6 +237,31 @@ async def test_an_undo_that_fails_is_counted() -> None:
     assert lost.returns == before + 1
 
 
+@pytest.mark.parametrize(
+    ("error", "unknown"),
+    [
+        (StoreTimeout("no answer in 50 ms"), 2),
+        (StoreUnavailable("the connection broke; the call may have been counted once"), 2),
+        (NotSent("cannot connect"), 0),
+    ],
+)
+async def test_a_cancelled_request_whose_reply_is_lost_is_counted(
+    error: StoreError, unknown: int
+) -> None:
+    """Its charges may have been made, and are not returned: the request has no caller to ask."""
+    before = lost.unknown
+    store = Store()
+    requests = [store.together("a", "b"), store.together("c", "d")]
+    await turn()
+    requests[0].cancel()
+    await turn()
+    store.wire.answer(error, error)
+    assert [type(each) for each in await requests[1]] == [type(error)] * 2
+    await turn()
+    assert lost.unknown == before + unknown
+    assert store.wire.undone == []
+
+
 async def test_a_single_check_that_is_cancelled_in_flight_stays_charged() -> None:
     """The others of its call are answered."""
     store = Store()
@@ -248,20 +276,25 @@ async def test_a_single_check_that_is_cancelled_in_flight_stays_charged() -> Non
     assert store.wire.undone == []
 
 
-async def test_while_there_is_no_connection_each_check_is_a_call() -> None:
-    """So a caller that is cancelled meanwhile is not sent, and blocks no other check."""
+async def test_a_call_leaves_without_callers_that_are_cancelled_before_it_is_connected() -> None:
+    """The others are answered. A call without callers is not sent."""
     store = Store()
-    store.wire.connected = False
-    checks = [store.check(f"user {number}") for number in range(3)]
+    first = await store.busy()
+    checks = [store.check(subject) for subject in ("a", "b", "c", "c")]
+    request = store.together("d", "e")
     await turn()
-    assert len(store.wire.calls) == 3
-    checks[1].cancel()
+    for caller in (first, checks[1], checks[2], request):
+        caller.cancel()
     await turn()
-    assert [call.done() for _, call in store.wire.calls] == [False, True, False]
-    store.wire.answer(ALLOWED, ALLOWED, ALLOWED)
-    assert (await checks[0]).allowed
-    assert (await checks[2]).allowed
+    calls = [call for _, call in store.wire.calls]
+    charges = [[ScriptCharge(store.counter.scripts, subject, 1)] for subject in "ac"]
+    sent = batch_call(charges, SERVER_TIME, spend=True).by_sha()
+    assert [call.leave() for call in calls] == [b"", sent]
+    assert [call.done() for call in calls] == [True, False]
+    store.wire.answer(ALLOWED, [ALLOWED, DENIED])
+    assert [(await checks[at]).allowed for at in (0, 3)] == [True, False]
     assert store.driver.batches.in_flight == 0
+    assert store.wire.undone == []
 
 
 @pytest.mark.parametrize("refusal", [ReplyError("NOSCRIPT No matching script."), NotSent("gone")])

@@ -48,18 +48,21 @@ class Servers:
         threads: Any = self.store._links.threads
         threads.send = self._send
         threads.settling = self._settling
-        threads._send_all = lambda calls, _: [
-            self._reply(_shown(call, self._keys)) for call in calls
+        threads._send_all = lambda commands, _: [
+            self._reply(self._shown(payload)) for _, payload in commands
         ]
 
     def _reply(self, call: str) -> Any:
         self.calls.append(call)
         return self.replies.pop(0)
 
-    def _send(self, key: bytes, payload: bytes) -> Any:
+    def _shown(self, payload: bytes) -> str:
         name = "look" if b"look" in payload else NAMES[payload.split(b"\r\n")[4]]
         subjects = [subject for each, subject in self._keys.items() if each in payload]
-        found = self._reply(f"{name} {'+'.join(subjects)}")
+        return f"{name} {'+'.join(subjects)}"
+
+    def _send(self, key: bytes, payload: bytes) -> Any:
+        found = self._reply(self._shown(payload))
         if isinstance(found, Exception):
             raise found
         return found
@@ -67,7 +70,7 @@ class Servers:
     def _settling(self, _call: ScriptCall, _due_ns: int, refusal: Any) -> Steps[Any]:
         """There is no other server to ask."""
         yield Call(int)
-        if isinstance(refusal, Exception):
+        if isinstance(refusal, NotSent):
             raise refusal
         return refusal
 
@@ -77,10 +80,6 @@ class Servers:
         found: list[Answer] = answer(self.store.check_together(charges, optional))
         self.store.close()
         return found[::-1]
-
-
-def _shown(call: ScriptCall, keys: dict[bytes, str]) -> str:
-    return f"{NAMES[call.script.sha]} {keys[call.key]}"
 
 
 def shown(answers: list[Answer]) -> list[bool | str]:
@@ -120,8 +119,8 @@ ASKED = ["check a", "look b"]
         ((0, 1), [ALLOWED, ALLOWED, NOT_SENT], [True, str(NOT_SENT)], [*ASKED, "check b"]),
         # One fails, and the other denies.
         ((0, 1), [NOT_SENT, DENIED], [str(NOT_SENT), False], ASKED),
-        # A timeout: a thread makes no other call of the request.
-        ((), [MAY_BE_COUNTED], [str(MAY_BE_COUNTED), None], ["check a"]),
+        # A timeout: a thread makes no more calls of the request.
+        ((), [MAY_BE_COUNTED, ALLOWED], [str(MAY_BE_COUNTED), True], ASKED),
     ],
 )
 def test_a_cluster_charges_the_lowest_limit_before_the_others(
@@ -168,18 +167,19 @@ def test_an_undo_returns_what_was_charged() -> None:
     # now, and for the limit: last, used; then the granted units, and their end.
     reply = [last_us, last_us, used, 10, 60_000_000]
     assert scripts.decoder.spent(reply, 4) == [3, last_us, 1, 60_000_000]
-    servers.replies = [reply, DENIED]
-    undone: list[ScriptCall] = []
-
-    def send_all(calls: list[ScriptCall], _: int) -> list[int]:
-        undone.extend(calls)
-        return [1] * len(calls)
-
+    servers.replies = [reply, DENIED, [1]]
+    undone: list[bytes] = []
     threads: Any = servers.store._links.threads
-    threads._send_all = send_all
+    send_all = threads._send_all
+
+    def note(commands: list[tuple[bytes, bytes]], due_ns: int) -> Any:
+        undone.extend(payload for _, payload in commands if CHANGE.sha in payload)
+        return send_all(commands, due_ns)
+
+    threads._send_all = note
     charges = [(servers.counters["a"], "a", 4), (servers.counters["b"], "b", 4)]
     answer(servers.store.check_together(charges))
-    assert undone == [scripts.undo("a", reply, 4)]
+    assert undone == [scripts.undo("a", reply, 4).by_sha()]
     servers.store.close()
 
 

@@ -75,8 +75,8 @@ class ScriptedDriver(RedisDriver):
     def send(self, key: bytes, payload: bytes) -> Any:
         return self._send_to(FIRST, payload, 0)
 
-    def _send_all(self, calls: Any, due_ns: int, /) -> list[Any]:
-        return [self.send(call.key, call.by_sha()) for call in calls]
+    def _send_all(self, commands: Any, due_ns: int, /) -> list[Any]:
+        return [self.send(*command) for command in commands]
 
     def settle(self, call: ScriptCall, due_ns: int, reply: Any) -> Any:
         return run(self.settling(call, due_ns, reply))

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ratekeeper.core.errors import StoreError, StoreUnavailable
 from ratekeeper.core.steps import run_async
-from ratekeeper.decide.decider import lost
+from ratekeeper.decide.decider import lost, may_be_charged
 from ratekeeper.decide.stores.redis.connections import PENDING_MAX, NotSent
 from ratekeeper.decide.stores.redis.scripts import (
     CHARGES_MAX,
@@ -114,10 +114,11 @@ class Batcher:
             if group.future.done():
                 continue
             lane = lanes.setdefault(group.lane(clustered=self._clustered), {})
-            equal = lane.setdefault(group.equal, [])
+            same = group.equal()
+            equal = lane.setdefault(same, [])
             equal.append(group)
             if len(equal) == EQUAL_MAX:
-                lane[group] = lane.pop(group.equal)
+                lane[group] = lane.pop(same)
         for lane in lanes.values():
             batch: list[list[CheckGroup]] = []
             charges = 0
@@ -132,28 +133,30 @@ class Batcher:
 
     def _send(self, groups: list[list[CheckGroup]], charges: int) -> None:
         """Send groups as one call. Those in one list are equal checks."""
-        driver = self._driver
-        due_ns = time.monotonic_ns() + driver.servers.config.deadline_ns
-        batch = SharedCall(self, groups, charges, due_ns)
+        batch = SharedCall(self, groups, charges)
         self.in_flight += batch.checks
         try:
-            key, payload = batch.command()
-            driver.connection_of(key).submit(payload, 0, batch)
+            key, payload = groups[0][0].command() if batch.checks == 1 else batch.command()
+            self._driver.connection_of(key).submit(payload, 0, batch)
         except Exception as error:  # every caller must see a defect, too
             batch.set_exception(error)
-        self.coalesced += batch.checks if batch.checks > 1 else 0
+        if batch.checks > 1:
+            self.coalesced += batch.checks
 
     # ── Answers ────────────────────────────────────────────────────────────────────────────────
 
     def settle(self, batch: SharedCall, refusal: Any) -> None:
         """Handle a reply that is no answer, in the background."""
-        settling = self._driver.settle(batch.call(), batch.due_ns, refusal)
+        due_ns = batch.sent_ns + self._driver.servers.config.deadline_ns
+        settling = self._driver.settle(batch.call(), due_ns, refusal)
         self._spawn(settling).add_done_callback(batch.settled)
 
     def fail(self, groups: Iterable[CheckGroup], error: BaseException) -> None:
-        """Give the groups their error."""
+        """Give the groups their error. Count the charges of cancelled requests that may be made."""
         for group in groups:
             if group.future.done():
+                if not group.raises and may_be_charged(error):
+                    lost.unknown += len(group.charges)
                 continue
             if group.raises or not isinstance(error, StoreError):
                 group.future.set_exception(error)
@@ -185,16 +188,14 @@ def _count_lost(undoing: asyncio.Future[None]) -> None:
 class SharedCall:
     """One call with several groups. A connection gives it the reply, as it does to a future."""
 
-    __slots__ = ("_batcher", "_charges", "_done", "_groups", "_settles", "checks", "due_ns")
+    __slots__ = ("_batcher", "_charges", "_done", "_groups", "_settles", "checks", "sent_ns")
 
-    def __init__(
-        self, batcher: Batcher, groups: list[list[CheckGroup]], charges: int, due_ns: int
-    ) -> None:
+    def __init__(self, batcher: Batcher, groups: list[list[CheckGroup]], charges: int) -> None:
         self._batcher = batcher
         self._groups = groups
         self._charges = charges
         self._done = self._settles = False
-        self.due_ns = due_ns
+        self.sent_ns = time.monotonic_ns()
         self.checks = 1 if len(groups) == 1 == len(groups[0]) else sum(map(len, groups))
 
     def call(self) -> ScriptCall:
@@ -231,11 +232,6 @@ class SharedCall:
         self._done = not left
         return self.command()[1] if left else b""
 
-    def _end(self) -> None:
-        if not self._done:
-            self._done = True
-            self._batcher.in_flight -= self.checks
-
     # ── As a future ────────────────────────────────────────────────────────────────────────────
 
     def done(self) -> bool:
@@ -244,10 +240,13 @@ class SharedCall:
 
     def set_result(self, reply: Any) -> None:
         """Answer the groups, or handle a refusal."""
+        if self._done:
+            return
         if type(reply) is not list:
             self._refused(reply)
             return
-        self._end()
+        self._done = True
+        self._batcher.in_flight -= self.checks
         replies = (reply,) if self._charges == 1 else charge_replies(reply, self._charges)
         at = 0
         for equal in self._groups:
@@ -291,5 +290,7 @@ class SharedCall:
             self.set_result(settling.result())
 
     def _fail(self, error: BaseException) -> None:
-        self._end()
+        if not self._done:
+            self._done = True
+            self._batcher.in_flight -= self.checks
         self._batcher.fail((group for equal in self._groups for group in equal), error)

@@ -1,7 +1,8 @@
 """Connections to Redis servers: a pool of sockets for threads, a pipelined connection for asyncio.
 
 **Threads** (`ConnectionPool`). Plain sockets, up to 64 idle ones per server, each lent to one call
-at a time. A call is one `send` and usually one `recv`. Python enforces the deadline with a `poll`
+at a time. A call is one `send` and usually one `recv`. A request that asks several servers sends to
+all of them before it receives. Python enforces the deadline with a `poll`
 before each, which costs less than can be measured. The kernel could enforce it (SO_RCVTIMEO), but a
 signal ends its wait and Python starts it again: forever, under a profiler. A connection that timed
 out still owes a reply, so it is closed: the next call must not receive that reply.
@@ -306,9 +307,16 @@ class BlockingConnection:
             raise
 
     def exchange(
-        self, payload: bytes, replies: int, deadline_ns: int, warning: str = _MAY_BE_COUNTED
+        self,
+        payload: bytes,
+        replies: int,
+        deadline_ns: int,
+        meanwhile: Callable[[], None] | None = None,
+        warning: str = _MAY_BE_COUNTED,
     ) -> list[Any]:
         """Send commands and read `replies` replies. After an error the connection is unusable.
+
+        `meanwhile` is called in between. It raises no StoreError, and its time counts.
 
         `warning` ends the message of an error after which the server may have run the commands.
         """
@@ -319,6 +327,13 @@ class BlockingConnection:
         try:
             try:
                 self._send(payload)
+                if meanwhile is not None:
+                    meanwhile()
+                    # A new deadline costs two system calls, so a short time is not subtracted.
+                    # What has arrived is read even after the deadline.
+                    passed_ns = time.monotonic_ns() - started_ns
+                    if passed_ns > deadline_ns // 8:
+                        self._set_deadline(max(deadline_ns - passed_ns, 0))
                 self._reader.feed(self._recv(_READ_BYTES) or _raise_closed())
                 while True:
                     reply = self._reader.gets()
@@ -431,8 +446,17 @@ class ConnectionPool(ServerEndpoint):
         self._idle: deque[BlockingConnection] = deque()
         self._idle_max = IDLE_MAX
 
-    def exchange(self, payload: bytes, replies: int, deadline_ns: int) -> list[Any]:
-        """Send commands and return their replies. Raises NotSent if nothing was sent."""
+    def exchange(
+        self,
+        payload: bytes,
+        replies: int,
+        deadline_ns: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Send commands and return their replies. Raises NotSent if nothing was sent.
+
+        `meanwhile` is called once they are sent.
+        """
         breaker = self._breaker
         if breaker.open:
             raise breaker.refusal()
@@ -440,7 +464,7 @@ class ConnectionPool(ServerEndpoint):
         if connection is None:
             connection = self._dial(deadline_ns)
         try:
-            found = connection.exchange(payload, replies, deadline_ns)
+            found = connection.exchange(payload, replies, deadline_ns, meanwhile)
         except BaseException as error:
             connection.close()
             if isinstance(error, StoreError):
@@ -595,8 +619,8 @@ class PipelineProtocol(asyncio.Protocol):
         if len(pending) >= PENDING_MAX:
             raise NotSent(f"{PENDING_MAX:,} calls are in flight already; the server is too slow")
         idle = not pending
-        for _ in range(discarded):
-            pending.append(None)
+        if discarded:
+            pending.extend([None] * discarded)
         future = reply or self._loop.create_future()
         pending.append(future)
         if idle:
@@ -633,8 +657,11 @@ class PipelineProtocol(asyncio.Protocol):
             while (reply := gets()) is not False:
                 future = pending.popleft()
                 self._answered += 1
-                if future is not None and not future.done():
-                    future.set_result(reply)
+                if future is not None:
+                    try:  # noqa: SIM105 - `suppress` takes longer than asking for `done`
+                        future.set_result(reply)
+                    except asyncio.InvalidStateError:
+                        pass  # its caller is gone, or it was late
         except hiredis.ProtocolError as error:
             self._abort(StoreUnavailable(f"not a reply of Redis: {error}"))
             return

@@ -45,6 +45,7 @@ REPORTS_MAX: Final = 64
 Leases = dict[tuple[bytes, str], Lease]
 Terms = dict[tuple[bytes, str], LeaseTerms]
 NOTHING: Final = ((), ())
+_new: Final = tuple.__new__
 
 
 class CheckGroup:
@@ -59,10 +60,8 @@ class CheckGroup:
         "_charged",
         "_links",
         "_looks",
-        "_plain",
         "alone",
         "charges",
-        "equal",
         "future",
         "leases",
         "moment",
@@ -71,8 +70,6 @@ class CheckGroup:
 
     future: asyncio.Future[Any]
     """The answer, for a caller on asyncio."""
-    equal: Hashable
-    """The same for checks that one charge of a call can stand for."""
 
     def __init__(
         self,
@@ -95,22 +92,26 @@ class CheckGroup:
         self.alone = alone
         self.raises = raises or alone
         self.leases = leases
-        scripts, _, cost, *_ = charges[0]
         self._looks = looks
-        self._plain = leases is None and not looks
-        self.equal = charges[0] if alone and cost and not looks else self
         self.moment: Moment = SERVER_NOW
+        scripts = charges[0].scripts
         if not scripts.by_server_clock or switches.clock is not None:
             self.moment = scripts.now()
         self._asked_ns = time.monotonic_ns()
         # The replies to charges that were made and not undone, and the answers.
         self._charged: tuple[Sequence[Any], Sequence[Answer]] = NOTHING
 
+    def equal(self) -> Hashable:
+        """Return the same for checks that one charge of a call can stand for."""
+        charge = self.charges[0]
+        return charge if self.alone and charge.cost and not self._looks else self
+
     def lane(self, *, clustered: bool) -> Hashable:
         """Return the same for groups that can share a call."""
         if clustered:  # only equal checks: other keys of a slot may move to another server
-            return self.moment, self.equal
-        return self.moment if self._plain else (self.moment, self._looks)
+            return self.moment, self.equal()
+        is_plain = self.leases is None and not self._looks
+        return self.moment if is_plain else (self.moment, self._looks)
 
     def call(self) -> ScriptCall:
         """Return the call that decides this group."""
@@ -267,14 +268,16 @@ class RedisCounter:
             if decision is not None:
                 return decision
         links = self._links
-        charge = ScriptCharge(self.scripts, subject, cost)
+        # In half the time of a call of ScriptCharge.
+        charge = _new(ScriptCharge, (self.scripts, subject, cost, False, 1, None))
         return Ask(links.wait, links.send, CheckGroup(links, (charge,), alone=True))
 
     def peek(self, subject: str, cost: int) -> Ask:
         """Return the answer of `check`, with the remaining quota as it is now."""
         links = self._links
         charge = ScriptCharge(self.scripts, subject, cost)
-        return Ask(links.wait, links.send, CheckGroup(links, (charge,), alone=True, looks=True))
+        group = CheckGroup(links, (charge,), alone=True, looks=True)
+        return links.joint_ask(group)
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> Ask:
         """Give units that were charged at `charged_ns` back to every limit."""
@@ -339,7 +342,7 @@ class _Slot:
         """Charge all of them, or none."""
         made = script_charges(charges, optional, self._terms)
         self._group = group = CheckGroup(self._links, made, raises=True, leases=self._leases)
-        return Ask(self._links.wait, self._links.send, group)
+        return self._links.joint_ask(group)
 
     def undo(self) -> Ask | None:
         """Return what was charged."""
@@ -367,15 +370,15 @@ def check_together(
     leases: Leases | None = None,
 ) -> list[Answer] | Ask:
     """Check several subjects; all pass or none is charged. See Store.check_together."""
-    made = script_charges(charges, optional, terms)
-    slots = _slots(links, made) if links.servers.clustered else {}
+    slots = _slots(links, charges) if links.servers.clustered else {}
     if len(slots) <= 1:
+        made = script_charges(charges, optional, terms)
         return Ask(links.wait, links.send, CheckGroup(links, made, leases=leases))
-    error = _open_breaker(links, made)
+    error = _open_breaker(links, charges, optional)
     if error is not None:
-        return [error] * len(made)
+        return [error] * len(charges)
     # The lowest limit first: it is the most likely to deny, and then no other slot is charged.
-    places = sorted(slots.values(), key=lambda own: min(_room_max(made[at]) for at in own))
+    places = sorted(slots.values(), key=lambda own: min([_room_max(charges[at]) for at in own]))
     groups = []
     for own in places:
         slot = _Slot(links, terms, leases)
@@ -383,34 +386,35 @@ def check_together(
     return asking(deciding, groups, charges, optional)
 
 
-def _slots(links: Links, charges: Sequence[ScriptCharge]) -> dict[int, list[int]]:
+def _slots(links: Links, charges: Sequence[Any]) -> dict[int, list[int]]:
     """Return the positions of the charges by their slots."""
     slots: dict[int, list[int]] = {}
-    for at, charge in enumerate(charges):
-        slot = links.servers.slot(charge.scripts.key(charge.subject))
-        slots.setdefault(slot, []).append(at)
+    for at, (counter, subject, _) in enumerate(charges):
+        slots.setdefault(links.servers.slot(counter.scripts.key(subject)), []).append(at)
     return slots
 
 
-def _open_breaker(links: Links, charges: Sequence[ScriptCharge]) -> StoreError | None:
+def _open_breaker(
+    links: Links, charges: Sequence[Any], optional: Container[int]
+) -> StoreError | None:
     """Return the error of a server whose breaker is open, if a charge that needs it is in vain.
 
     Otherwise the healthy servers would be charged, and return the units.
     """
     if links.servers.breakers.any_open:
-        for charge in charges:
+        for at, (counter, subject, _) in enumerate(charges):
             try:
-                if not charge.optional:
-                    links.servers.require_closed(charge.scripts.key(charge.subject))
+                if at not in optional:
+                    links.servers.require_closed(counter.scripts.key(subject))
             except StoreError as error:
                 return error
     return None
 
 
-def _room_max(charge: ScriptCharge) -> float:
+def _room_max(charge: Charge) -> float:
     """Return how many such checks an untouched quota has room for."""
-    limits = charge.scripts.decoder.limits
-    return min(limit.capacity for limit in limits) / (charge.cost or 1)
+    counter, _, cost = charge
+    return min([limit.capacity for limit in counter.limits]) / (cost or 1)
 
 
 # ── Reports ────────────────────────────────────────────────────────────────────────────────────

@@ -37,7 +37,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from hiredis import ReplyError
 
@@ -251,8 +251,8 @@ class RedisDriver(ABC):
         """Send a call to the server of a key; return its reply. Raises NotSent."""
 
     @abstractmethod
-    def _send_all(self, calls: Sequence[ScriptCall], due_ns: int, /) -> Any:
-        """Send several calls; return their replies and StoreErrors, in order."""
+    def _send_all(self, commands: Sequence[tuple[bytes, bytes]], due_ns: int, /) -> Any:
+        """Send several keys' payloads; return the list of their replies and StoreErrors."""
 
     @abstractmethod
     def _send_to(self, address: Address, payload: bytes, discarded: int) -> Any:
@@ -286,16 +286,15 @@ class RedisDriver(ABC):
     def running_all(self, calls: Sequence[ScriptCall]) -> Steps[list[Any]]:
         """Send several calls together; return their replies and StoreErrors, in order."""
         due_ns = self.due_ns()
-        replies = yield Call(self._send_all, calls, due_ns)
-        if all(type(reply) is list for reply in replies):
-            return list(replies)
-        settled = yield Together(
-            [
-                Call(self.settle, call, due_ns, reply)
-                for call, reply in zip(calls, replies, strict=True)
-            ]
-        )
-        return _only_store_errors(settled)
+        replies = yield Call(self._send_all, [(each.key, each.by_sha()) for each in calls], due_ns)
+        refused = [at for at, reply in enumerate(replies) if type(reply) is not list]
+        if refused:
+            settled = yield Together(
+                [Call(self.settle, calls[at], due_ns, replies[at]) for at in refused]
+            )
+            for at, reply in zip(refused, _only_store_errors(settled), strict=True):
+                replies[at] = reply
+        return cast("list[Any]", replies)
 
     def settling(self, call: ScriptCall, due_ns: int, reply: Any) -> Steps[Any]:
         """Return a valid reply; after a refusal, send the call again until it is not refused.
@@ -444,6 +443,20 @@ class ThreadDriver(RedisDriver):
             return group.failed(error)
         return group.read((reply,) if group.alone else charge_replies(reply, len(group.charges)))
 
+    def decide_all(self, asked: Sequence[tuple[CheckGroup]]) -> list[Any]:
+        """Return the answers to several groups, or their errors, after one round trip."""
+        due_ns = self.due_ns()
+        replies = self._send_all([group.command() for (group,) in asked], due_ns)
+        answers: list[Any] = []
+        for (group,), reply in zip(asked, replies, strict=True):
+            try:
+                if type(reply) is not list:
+                    reply = self.settle(group.call(), due_ns, reply)  # noqa: PLW2901 - final
+                answers.append(group.read(charge_replies(reply, len(group.charges))))
+            except Exception as error:
+                answers.append(error)
+        return answers
+
     def settle(self, call: ScriptCall, due_ns: int, reply: Any) -> Any:
         return run(self.settling(call, due_ns, reply))
 
@@ -453,31 +466,41 @@ class ThreadDriver(RedisDriver):
         pool = self._pools.get(address) or self._pool(address)
         return pool.exchange(payload, 1, servers.config.deadline_ns)[0]
 
-    def _send_all(self, calls: Sequence[ScriptCall], due_ns: int, /) -> list[Any]:
-        """Send the calls of each server in one round trip, one server after another."""
+    def _send_all(self, commands: Sequence[tuple[bytes, bytes]], due_ns: int, /) -> list[Any]:
+        """Send the calls of each server together, and wait for all servers at the same time."""
         servers = self.servers
-        replies: list[Any] = [None] * len(calls)
+        replies: list[Any] = [None] * len(commands)
         by_address: dict[Address, list[int]] = {}
-        for index, call in enumerate(calls):
+        for index, (key, _) in enumerate(commands):
             try:
-                address = servers.address_of(servers.slot(call.key))
+                address = servers.address_of(servers.slot(key))
                 by_address.setdefault(address, []).append(index)
             except StoreError as error:
                 replies[index] = error
         failed = False
-        for address, indexes in by_address.items():
-            payload = b"".join(calls[index].by_sha() for index in indexes)
+
+        def exchange() -> None:
+            """Send to the next server; before its replies are read, send to the others."""
+            nonlocal failed
+            if not by_address:
+                return
+            address = next(iter(by_address))
+            indexes = by_address.pop(address)
+            payload = b"".join([commands[index][1] for index in indexes])
             found: Sequence[Any]
             try:
                 if failed and time.monotonic_ns() >= due_ns:
                     raise NotSent("the calls to other servers took until the deadline")
                 found = self._pool(address).exchange(
-                    payload, len(indexes), servers.config.deadline_ns
+                    payload, len(indexes), servers.config.deadline_ns, exchange
                 )
             except StoreError as error:
                 found, failed = [error] * len(indexes), True
             for index, reply in zip(indexes, found, strict=True):
                 replies[index] = reply
+
+        while by_address:  # a call that could not be sent has left the others
+            exchange()
         return replies
 
     def _send_to(self, address: Address, payload: bytes, discarded: int) -> Any:
@@ -558,12 +581,14 @@ class AsyncioDriver(RedisDriver):
         address = servers.address_of(slot_of(key) if servers.clustered else 0)
         return self._connections.get(address) or self._connection(address)
 
-    async def _send_all(self, calls: Sequence[ScriptCall], _due_ns: int, /) -> list[Any]:
+    async def _send_all(
+        self, commands: Sequence[tuple[bytes, bytes]], _due_ns: int, /
+    ) -> list[Any]:
         """Send all calls at once, so that they leave in one batch."""
         replies: list[Any] = []
-        for call in calls:
+        for command in commands:
             try:
-                replies.append(self.send(call.key, call.by_sha()))
+                replies.append(self.send(*command))
             except StoreError as error:
                 replies.append(error)
         in_flight = [each for each in replies if isinstance(each, asyncio.Future)]
@@ -624,6 +649,7 @@ class Links:
         self.cache = cache
         self.threads = ThreadDriver(servers, cache)
         self.wait = self.threads.decide
+        self.wait_together = self.threads.decide_all
         self._lock = fork_safe(threading.Lock())
         self._last: AsyncioDriver | None = None
         # A loop that is garbage-collected takes its driver along.
@@ -638,6 +664,12 @@ class Links:
             driver = self._last = self.of_loop()
         batches = driver.batches
         return batches.submit(group) if group.raises else batches.decide(group)
+
+    def joint_ask(self, group: CheckGroup) -> Ask:
+        """Return the Ask of a group that a thread can send together with others."""
+        ask = Ask(self.wait, self.send, group)
+        ask.together = self.wait_together
+        return ask
 
     def ask(self, steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
         """Return the Ask of steps that begin with a driver."""

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, Final
 
@@ -54,6 +54,7 @@ _NS_PER_SECOND: Final = 1_000_000_000
 REDIS_PY_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
 
 
+@lru_cache(maxsize=SLOTS)
 def slot_of(key: bytes) -> int:
     """Return the cluster's slot of a key: of the text in its first braces, if there is any.
 

@@ -21,6 +21,15 @@ local REFUND, UNDO, BACK, LATE, GRANT, RESET = 1, 2, 3, 4, 5, 6
 -- charge may be of a time at which they were not (see leasing.py).
 local LATE_KEPT = 2000000
 
+-- Return the two counts of a window counter as of `at`.
+local function rolled(window, last, previous, current, at)
+    local windows = (at - at % window - last + last % window) / window
+    if windows <= 0 then
+        return previous, current
+    end
+    return windows == 1 and current or 0, 0
+end
+
 -- Take units out of the group that holds a lease until then; return how many they are.
 local function take_hold(extra, units, ends)
     for group = 3, 5, 2 do
@@ -388,7 +397,8 @@ local function change(number)
                 end
             end
             if verb[1] == LATE then
-                need = max(need, needed(gate, g, held, p, extra))
+                --@ needed
+                need = max(need, until_then)
             end
             need = after and max(need or 0, after) or need
             p = p + (kind == COUNTER and 4 or 3)

@@ -132,10 +132,11 @@ local function decide(charge)
             local b = held[p + 3]
             size = size + 1
             answer[size] = b
+            local windows = (at - at % window - last + last % window) / window
             if owed > 0 then
                 a, b = carry(gate, g, last, a, b, owed, at)
-            else
-                a, b = rolled(window, last, a, b, at)
+            elseif windows > 0 then
+                a, b = windows == 1 and b or 0, 0
             end
             -- Rounded up: a request of the previous window counts until it has faded out entirely.
             local faded, rest = multiply_divide(window - at % window, a, window)
@@ -285,7 +286,7 @@ local function decide(charge)
                 else
                     held[p + 3] = held[p + 3] + own
                 end
-                local until_then = needed(gate, g, held, p, extra)
+                --@ needed
                 need, p = until_then > need and until_then or need, p + (kind == COUNTER and 4 or 3)
             end
         end

@@ -29,9 +29,6 @@ for g, name in pairs(logs or {}) do
     logs[g] = ring_of(name)
     logs[g].capacity, logs[g].window, logs[g].bound = gate[g + CAPACITY], gate[g + WINDOW], gate[g + DEBT]
     if logs[g].extra then
-        if not arrange then
-            meet_extras()
-        end
         extras = extras or {}
         extras[g] = logs[g].extra
     end
@@ -63,6 +60,7 @@ if key and not held then
         end
     end
 end
+local unusual = false
 if key then
     -- Usually the states are in the order of the gate, and there are no others.
     local usual, p = held, HELD_FIRST
@@ -73,12 +71,17 @@ if key then
             p = p + (id % 2 == 1 and 4 or 3)
         end
     end
-    if not usual or held[p] then
-        if not arrange then
-            meet_extras()
-        end
-        extras = extras or {}
-        held = arrange(gate, last_g, held, extras, strict)
-        extras = next(extras) and extras
-    end
+    unusual = not usual or held[p]
+end
+local meets = unusual or extras
+--@ if leases
+meets = true
+--@ end
+if meets and not arrange then
+    --@ extras
+end
+if unusual then
+    extras = extras or {}
+    held = arrange(gate, last_g, held, extras, strict)
+    extras = next(extras) and extras
 end

@@ -6,7 +6,7 @@
 -- A live grant pays the units that do not fit a limit. What it does not pay is owed: see debt.py and the
 -- algorithms' owe. The reply is an array of one number: the most units of a limit that its bound forgave.
 
-meet_extras()
+--@ extras
 local gate, wanted, forgiven = {cmsgpack.unpack(ARGV[1])}, tonumber(ARGV[2]), 0
 local last_g, strict, key, held, logs, extras = #gate, true, nil, nil, nil, nil
 --@ open
@@ -66,10 +66,11 @@ for g = GATE_FIRST, last_g, GATE_STEP do
             room = capacity - a
         else
             b = held[p + 3]
+            local windows = (at - at % window - last + last % window) / window
             if owed > 0 then
                 a, b, owed = carry(gate, g, last, a, b, owed, at)
-            else
-                a, b = rolled(window, last, a, b, at)
+            elseif windows > 0 then
+                a, b = windows == 1 and b or 0, 0
             end
             local faded, rest = multiply_divide(window - at % window, a, window)
             room = capacity - b - faded - (rest > 0 and 1 or 0)
@@ -92,7 +93,8 @@ for g = GATE_FIRST, last_g, GATE_STEP do
             held[p + 1], held[p + 2] = held[1] - at, a
             live_holds(extra, max(now, last))
         end
-        need = max(need, needed(gate, g, held, p, extra))
+        --@ needed
+        need = max(need, until_then)
         p = p + (kind == COUNTER and 4 or 3)
     end
 end

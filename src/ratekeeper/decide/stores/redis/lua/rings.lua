@@ -183,8 +183,8 @@ local function save(ring)
         rings[ring.key] = nil
         return
     end
-    local before = ring.ends
-    local ends = need and need + 1000 > before * 1000000 and later(before, need) or before
+    local key, before = ring.key, ring.ends
+    --@ ends
     ring.ends = min(ends, ENDS_MAX)
     local anew = size > ring.slots or 4 * size < ring.slots - 16 or ring.slots == 0
     if anew then
@@ -211,7 +211,5 @@ local function save(ring)
         end
     end
     ring.count, ring.new = size, ''
-    if ends > before then
-        live_until(ring.key, ends)
-    end
+    --@ expiry
 end

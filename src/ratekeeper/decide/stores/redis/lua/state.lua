@@ -54,31 +54,6 @@ else
     now = time[1] * 1000000 + time[2]
 end
 
--- Return the two counts of a window counter as of `at`.
-local function rolled(window, last, previous, current, at)
-    local windows = (at - at % window - last + last % window) / window
-    if windows <= 0 then
-        return previous, current
-    end
-    return windows == 1 and current or 0, 0
-end
-
--- Return the second when states end that are needed until then. It is an eighth later than
--- necessary, and at least a second from now, so that a busy key sets it occasionally, not each time.
-local function later(ends, need)
-    -- A test's clock may stand still while the server's runs, so then it is an hour.
-    local spare = max((need + 1000 - now) * 1.125, given and 3600000000 or 1000000)
-    return max(ends, ceil((now + spare) / 1000000))
-end
-
--- Make a key live until then. Its expiry is never shortened.
-local function live_until(key, ends)
-    local ms = ends * 1000 - floor(now / 1000)
-    if call('PTTL', key) < ms then
-        call('PEXPIRE', key, ms)
-    end
-end
-
 -- Write a field; its states are needed until `need`. Sweep: delete the states of the bucket that have
 -- ended, or those among 32 random ones.
 --
@@ -87,7 +62,7 @@ end
 -- that deletes as many as are added. Tests with their own clock do not sweep.
 local function write(key, field, held, need)
     local before, had = held[2], held[3]
-    local ends = need and need + 1000 > before * 1000000 and later(before, need) or before
+    --@ ends
     held[2] = ends < ENDS_MAX and ends or ENDS_MAX
     local packed = ''
     if held[HELD_FIRST] then
@@ -110,9 +85,7 @@ local function write(key, field, held, need)
         end
         held[3] = pieces
     end
-    if ends > before then
-        live_until(key, ends)
-    end
+    --@ expiry
     if not given and (not need or now % (before > 0 and 128 or 8) == 0) then
         local some, dead = redis.pcall('HRANDFIELD', key, 32, 'WITHVALUES'), {}
         if some.err and not need then -- the user may not run it; a check has charged already
