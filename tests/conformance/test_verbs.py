@@ -1,4 +1,4 @@
-"""Check, peek, refund, grant and reset, for every algorithm and store."""
+"""Check, peek, refund, owe, grant and reset, for every algorithm and store."""
 
 from __future__ import annotations
 
@@ -335,3 +335,20 @@ async def test_async_verbs_do_the_same(
     assert limiter.peek("k").remaining == 5
     if hasattr(store, "aclose"):  # its connections belong to this event loop, which ends here
         await store.aclose()
+
+
+def test_a_charge_in_full_is_owed_and_paid_back(
+    limiter: Limiter, limit: Limit, store: LocalStore, clock: SteppedClock
+) -> None:
+    """Of 12 units, 5 have room; when `retry_after` has passed, nothing is owed any more."""
+    counter = store.counter([limit], "orders")
+    assert (counter.owe("k", 12), counter.owed("k")) == (0, 7)
+    denied = limiter.check("k")
+    assert (denied.allowed, denied.remaining) == (False, 0)
+    clock.advance_ns(denied.retry_after_ns)
+    assert counter.owed("k") == 0
+    assert limiter.check("k").allowed
+    assert counter.owe("k", 1_000_000) > 999_000
+    assert counter.owed("k") == limit.debt_max
+    limiter.reset("k")
+    assert (counter.owed("k"), limiter.peek("k").remaining) == (0, 5)

@@ -48,6 +48,18 @@ def test_a_limit_without_debt_is_charged_what_fits(make_limiter: Any) -> None:
     assert limiter.peek("ann").retry_after == 6
 
 
+def test_forgiven_units_are_counted_and_logged(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By rule, so that an operator sees which reservations are too low."""
+    with Limiter("10/minute debt 20", clock=clock, name="tokens") as limiter:
+        limiter.settle("ann", 0, 100)
+        counted = limiter.counts()["tokens"]
+    assert (counted.settled, counted.forgiven) == (30, 70)
+    assert "'tokens' owes as much as it may" in caplog.text
+    assert "70 of 100 units" in caplog.text
+
+
 def test_a_grant_pays_before_the_limit_owes(make_limiter: Any) -> None:
     """`remaining` shows what is left of it; the limit owes when it is used up."""
     limiter = make_limiter("10/minute")

@@ -12,9 +12,9 @@ shard of a cluster is down, or a full table has no room for a new key. The store
 the other rules as always, and the request passes if they and the policies allow it. `closed` and
 `raise` end the request, so then nothing is charged.
 
-`wait` and `reserve` limit what an application does itself, for example its calls to another
-service. No limit at all would be the wrong answer there: with `open` they go on with this machine's
-counts, as with `local`.
+`wait` and `reserve` limit what an application does itself, for example calls to another service.
+No limit at all would be the wrong answer there: with `open` they go on with this machine's counts,
+as with `local`.
 
 A rule with `on_failure: local` is limited by counts of this machine. The limits are those of
 the whole fleet, so each of `nodes` machines has its share of them, and all machines together admit

@@ -60,6 +60,15 @@ async def test_a_quota_and_an_explanation_tell_the_penalty(admin: Admin) -> None
     assert (counts["allowed"], counts["denied"]) == (1, 3)
 
 
+async def test_a_quota_and_an_explanation_tell_what_is_owed(admin: Admin) -> None:
+    """Units of costs that were settled late, and have not been paid back yet."""
+    await admin.context.limiter.settle(Request(user="42"), 0, 10_000)
+    quota = (await admin.call("GET", "/quota?user=42")).json()
+    explained = (await admin.call("POST", "/explain", json={"user": "42"})).json()
+    for found in (quota, explained):
+        assert 0 < found["rules"][0]["debt"] < 10_000
+
+
 async def test_a_quota_for_a_cost_that_never_fits(admin: Admin) -> None:
     """It has no decision, but the reason."""
     rule = (await admin.call("GET", "/quota?user=1&cost=1000")).json()["rules"][0]

@@ -52,6 +52,20 @@ async def test_every_limit_of_every_rule_is_shown() -> None:
         assert orders["limits"][1]["reset_after"] == 6.0
 
 
+async def test_a_quota_shows_what_is_owed() -> None:
+    """With the time until a single request passes, which is exact."""
+    rules = {"version": 1, "rules": [{"id": "all", "by": "user", "limits": "10/minute; 100/hour"}]}
+    async with http_service(rules=rules) as http:
+        await http("POST", "/v1/settle", {"user": "1", "reserved": 0, "actual": 40})
+        [rule] = (await http("GET", "/v1/quota?user=1")).data["rules"]
+        shown = [(each["debt"], each["remaining"], each["retry_after"]) for each in rule["limits"]]
+        assert shown == [(30, 0, 186.0), (0, 60, 0.0)]
+        http.clock.advance(186)
+        [rule] = (await http("GET", "/v1/quota?user=1")).data["rules"]
+        assert [each["debt"] for each in rule["limits"]] == [0, 0]
+        assert (await http.check(user="1")).data["allowed"]
+
+
 async def test_a_quota_has_the_override() -> None:
     """With its reason and its end, so that support knows why a customer has other limits."""
     end = "2100-01-01T00:00:00Z"

@@ -448,7 +448,8 @@ async def explain(call: Request, control: Control, request: ExplainIn) -> Explan
         explanation = await limiter.explain(asker, request.cost)
     usages: dict[str, GlobalUsageOut | None] = {}
     debts: dict[str, int] = {}
-    empty = {each.id for each in explanation.rules if each.decision and not each.decision.remaining}
+    looks = {each.id: each.decision for each in explanation.rules}
+    empty = {rule for rule, look in looks.items() if look is not None and not look.remaining}
     for check in control.compiled_rules().plan(asker, request.cost).checks:
         with suppress(StoreError):  # the rule has an error, too
             usages[check.rule.id] = await _usage(limiter, check)
