@@ -439,7 +439,9 @@ def _check(context: ServiceContext) -> Handler:
             recorder.note(request, result, requests_in(cost), decided_ns, http_request[4])
         decision, _, kind, shadow_denied, _, _ = result
         is_plain = kind == "limited" and decision.allowed and not decision.degraded
-        if not is_plain or settles or _may_have_slot(decision.source):
+        source = decision.source
+        has_slot = source.prepared.has_slots if type(source) is RuleCheck else type(source) is list
+        if not is_plain or settles or has_slot:
             return check_reply(result, decided_ns, style, settles=settles)
         # The common reply, without the two calls that `check_reply` would take.
         headers = raw_headers_of(result, decided_ns, style)
@@ -460,13 +462,6 @@ def _check(context: ServiceContext) -> Handler:
         return _new_tuple(ServiceReply, (200, headers, encode(reply)))
 
     return check
-
-
-def _may_have_slot(source: Any) -> bool:
-    """Return True if the check of a decision may have taken a slot. Its source says so."""
-    if type(source) is list:
-        return any(check.prepared.has_slots for check, _ in source)
-    return type(source) is RuleCheck and source.prepared.has_slots
 
 
 async def _capacity_reply(

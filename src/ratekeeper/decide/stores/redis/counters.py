@@ -24,7 +24,7 @@ from ratekeeper.core.steps import Ask, Steps, asking
 from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.decider import Group, deciding
 from ratekeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
-from ratekeeper.decide.store import Answer, Charge, stamp_of
+from ratekeeper.decide.store import Answer, Charge
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.denial_cache import Moment
 from ratekeeper.decide.stores.redis.driver import Links, RedisDriver
@@ -371,7 +371,7 @@ def script_charges(
     for at, (counter, subject, cost) in enumerate(charges):
         scripts = counter.scripts
         asked = None if terms is None else terms[scripts.encoded, subject]
-        stamp = stamp_of(counter)
+        stamp = counter.stamp
         made.append(ScriptCharge(scripts, subject, cost, at in optional, 1, asked, stamp))
     return made
 
