@@ -396,7 +396,8 @@ def batch_call(
                 gate += encode_sequence(charge.scripts.lease_arguments(charge.terms, charge.cost))
             elif script is COUNTS or charge.scripts.script is SLOTS:
                 script = charge.scripts.script
-            gate = with_stamp(gate, charge.stamp)
+            if charge.stamp:
+                gate = with_stamp(gate, charge.stamp)
             code = (at > 0) + 2 * charge.optional + 4 * (charge.requests - 1)
             arguments += [gate, min(charge.cost, _COST_MAX) + _AMOUNT_CODES * code]
     if now != SERVER_TIME or not spend:
