@@ -12,7 +12,7 @@ shard of a cluster is down, or a full table has no room for a new key. The store
 the other rules as always, and the request passes if they and the policies allow it. `closed` and
 `raise` end the request, so then nothing is charged.
 
-`wait` and `reserve` limit what an application does itself, for example its calls to another service.
+`wait` and `reserve` limit what an application does itself, for example calls to another service.
 No limit at all would be the wrong answer there: with `open` they go on with this machine's counts,
 as with `local`.
 
