@@ -55,13 +55,16 @@ class OwnLimits:
     def plan(self, key: Key | Request, cost: Cost) -> CheckPlan:
         """Return the one charge of a check. Raises InvalidCost for a unit other than requests."""
         subject = self.subject_of(key)
-        check_units(cost, (REQUESTS,))
+        units = cost
+        if not isinstance(units, int):
+            check_units(units, (REQUESTS,))
+            units = units_in(units, REQUESTS, 1)
         return CheckPlan(
             (
                 RuleCheck(
                     self.counter,
                     subject,
-                    units_in(cost, REQUESTS, 1),
+                    units,
                     self.rule,
                     self._choice,
                     FACTOR_STEPS,

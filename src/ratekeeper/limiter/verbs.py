@@ -108,13 +108,13 @@ class LimiterVerbs:
 
     def _plan(self, key: Key | Request, cost: Cost, what: str = "cost") -> CheckPlan:
         """Return the charges of a check. Raises InvalidKey, InvalidCost and ConfigError."""
+        # Nearly every call has these types, which need no further examination.
+        units = cost if type(cost) is int and cost >= 0 else checked_cost(cost, what)
         if self._engine is not None:
-            # Nearly every call has these types, which need no further examination.
             request = key if type(key) is Request else request_of(key)
-            units = cost if type(cost) is int and cost >= 0 else checked_cost(cost, what)
             return self._engine.compiled_rules.plan(request, units)
         assert self._own is not None, "a limiter has rules or limits"  # noqa: S101 - ours
-        return self._own.plan(key, checked_cost(cost, what))
+        return self._own.plan(key, units)
 
     def _check(self, key: Key | Request, cost: Cost = 1, *, costs: Costs | None = None) -> Decision:
         """Check in this thread."""
