@@ -27,7 +27,6 @@ spent.
 
 from __future__ import annotations
 
-import random as system_random
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,6 +36,7 @@ from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypedDict, Unpack, cast
 
 from ratekeeper.core import switches
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, clock_of, duration_ns, seconds_from_ns
 from ratekeeper.core.errors import ConfigError, LimitExceeded, StoreError, show
 from ratekeeper.core.model import Decision, Limit, Request, decision_with
@@ -125,7 +125,7 @@ class RetrySettings(TypedDict, total=False):
     clock: Clock | None
     """The clock; by default the system clock."""
     random: Callable[[], float]
-    """A function that returns a number from 0 up to 1; by default `random.random`."""
+    """A function that returns a number from 0 up to 1; by default of a separate generator."""
 
 
 class LimitSettings(RetrySettings, total=False):
@@ -296,7 +296,7 @@ class _Sender:
         budget: LimitsArgument = "30/minute capacity 10",
         pace: bool = True,
         clock: Clock | None = None,
-        random: Callable[[], float] = system_random.random,
+        random: Callable[[], float] = RANDOM.random,
         key: KeyOfRequest = _origin_of,
         cost: CostOfRequest = lambda _: 1,
     ) -> None:

@@ -152,11 +152,9 @@ class AsyncLimiter(LimiterSetup):
     ) -> list[Owed] | None:
         """Settle charges, unless the store knows a settlement of this reservation of the key.
 
-        Returns None then. If it raises, a later call tries again. Reservations of another `scope`
-        are others.
+        Returns None then. Reservations of another `scope` are others.
         """
-        settling = self._settling(charged, checks, actual)
-        return await run_async(self._once(key, reservation, settling, scope))
+        return await run_async(self._once(key, reservation, charged, checks, actual, scope))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ratekeeper.core.costs import REQUESTS, Cost, merged_cost
-from ratekeeper.core.errors import StoreError
+from ratekeeper.core.errors import StoreError, show
 from ratekeeper.core.model import UNITS_MAX, Decision, Settlement, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Call, Steps
@@ -106,11 +106,11 @@ def refunding(charges: Sequence[RuleCharge]) -> Steps[None]:
 
 def _log_forgiven(rule: str, units: int, wanted: int) -> None:
     _log.note(
-        "rule %r owes as much as it may for one of its subjects: %d of %d units that were settled "
+        "rule %r owes as much as it may for one of its subjects: %s of %s units that were settled "
         "late are forgiven; reserve more, or raise `debt` of its limits",
         rule,
-        units,
-        wanted,
+        show(units),
+        show(wanted),
         key=f"forgiven {rule}",
     )
 
@@ -139,7 +139,8 @@ def owing(check: RuleCheck, wanted: int, counts: Counts) -> Steps[Owed]:
         return CHARGED
     counted = counts.of(check.rule.id)
     counted.settled += wanted - beyond - failed
-    counted.forgiven += beyond
+    # A wrong number of 400 digits must not make the metrics unreadable for ever.
+    counted.forgiven += min(beyond, UNITS_MAX)
     if beyond:
         _log_forgiven(check.rule.id, beyond, wanted)
     return Owed(beyond, failed)

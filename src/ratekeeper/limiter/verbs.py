@@ -299,42 +299,44 @@ class LimiterVerbs:
         by_rule = {check.rule.id: check for check in plan.checks}
         by_rule |= {check.rule.id: check for check, _ in charged}
         checks = [*by_rule.values()]
-        settling = self._settling(charged, checks, actual)
         owed: list[Owed] | None
         if reservation:
-            owed = yield from self._once(key, reservation, settling)
+            owed = yield from self._once(key, reservation, charged, checks, actual)
         else:
-            owed = yield from settling
+            owed = yield from self._settling(charged, checks, actual)
         return settlement_of(checks, owed, reserved, actual)
 
     def _once(
         self,
         key: Key | Request,
         reservation: str,
-        settling: Steps[list[Owed]],
+        charged: Sequence[RuleCharge],
+        checks: Sequence[RuleCheck],
+        actual: Cost,
         scope: tuple[str, ...] = (),
     ) -> Steps[list[Owed] | None]:
         """Settle a reservation of a key; return None if the store knows that it was settled.
 
-        Reservations of another `scope` are others.
+        Reservations of another `scope` are others. The name stays known if the settlement fails
+        afterwards, because some of its units may have been charged or returned: a second attempt
+        would return them again. For the same reason it completes if the caller is cancelled.
         """
         if switches.limiting_off:
-            return (yield from settling)
+            return (yield from self._settling(charged, checks, actual))
         subject = _settled_subject(self._name, key, scope)
         name = int.from_bytes(blake2b(reservation.encode(), digest_size=8).digest()) >> 3 or 1
+        settling = self._settling(charged, checks, actual)
+        owed: list[Owed] | None = yield Undo(asking, self._marked, subject, name, settling)
+        return owed
+
+    def _marked(
+        self, subject: str, name: int, settling: Steps[list[Owed]]
+    ) -> Steps[list[Owed] | None]:
         try:
             is_new: bool = yield Call(self._store.mark, subject, name, SETTLED_NS)
         except StoreFull:  # the settlement does not fail because its name cannot be kept
             is_new = True
-        if not is_new:
-            settling.close()
-            return None
-        try:
-            return (yield from settling)
-        except BaseException:  # the caller may try again
-            with suppress(StoreError):
-                yield Undo(self._store.mark, subject, name, 0)
-            raise
+        return (yield from settling) if is_new else None
 
     def _settling(
         self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost

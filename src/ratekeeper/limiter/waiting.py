@@ -40,10 +40,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import count
-from random import random, uniform
 from typing import Final, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, show
 from ratekeeper.core.forks import after_fork, fork_safe
@@ -369,7 +369,7 @@ class SharedTurn:
                 return
             most_s = self._pause_ns / NS_PER_SECOND / _LOOKS_OF_WAIT
             most_s = min(max(most_s, _LOOK_S_MIN), _LOOK_S_MAX)
-            look_s = uniform(most_s / 4, most_s)  # noqa: S311 - no secret
+            look_s = RANDOM.uniform(most_s / 4, most_s)
             left_ns = None if deadline_ns is None else deadline_ns - self._clock.now_ns()
             if self._is_held or (left_ns is not None and left_ns < look_s * NS_PER_SECOND):
                 return
@@ -437,7 +437,7 @@ def jitter_ns(store: Store, pause_ns: int) -> int:
     """Return how much later than necessary a request asks again, if other processes wait, too."""
     if store.is_private:
         return 0
-    return int(random() * min(pause_ns // _JITTER_PART, _JITTER_NS_MAX))  # noqa: S311 - no secret
+    return int(RANDOM.random() * min(pause_ns // _JITTER_PART, _JITTER_NS_MAX))
 
 
 def leaving_room(

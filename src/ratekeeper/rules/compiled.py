@@ -34,9 +34,9 @@ from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from hashlib import blake2b
 from operator import attrgetter
-from random import random
 from typing import Final, Literal, NamedTuple, Protocol
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.costs import REQUESTS, Cost, settled_units, units_in
 from ratekeeper.core.errors import ConfigError, InvalidCost, quoted
 from ratekeeper.core.model import (
@@ -668,7 +668,7 @@ class CompiledRules:
                 RuleCheck,
                 (counters[0], subject, units, written, choice, step, limits, subject, weight),
             )
-        part = int(random() * len(counters))  # noqa: S311 - spreads load, protects no secret
+        part = int(RANDOM.random() * len(counters))
         counted = part_subject(subject, part)
         return RuleCheck(
             counters[part], counted, units, written, choice, step, limits, subject, weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,20 @@ def test_a_unit_of_debt_takes_the_place_of_each_entry_that_leaves_a_log() -> Non
         ],
         state,
     )
+
+
+def test_a_denied_check_of_a_log_that_owes_copies_nothing() -> None:
+    """Otherwise each of them would cost as much time and memory as a log of 100,000 is long."""
+    limit = Limit(100_000, per=60, algorithm="sliding_window_log")
+    log = ALGORITHMS["sliding_window_log"]
+    state = log.owe(log.decide(None, limit, 0, 50_000)[0], limit, SECOND, 120_000)[0]
+    tracemalloc.start()
+    try:
+        _, outcome = log.decide(state, limit, 30 * SECOND, 1)
+        assert tracemalloc.get_traced_memory()[1] < 50_000
+    finally:
+        tracemalloc.stop()
+    assert (outcome.allowed, outcome.retry_after_ns) == (False, 31 * SECOND)
 
 
 @every
