@@ -43,6 +43,7 @@ from ratekeeper.core.model import Decision, Limit, Request, decision_with
 from ratekeeper.core.rates import LimitsArgument, limits_of
 from ratekeeper.core.steps import Call, Steps, Undo, run, run_async
 from ratekeeper.core.subjects import Key, subject_of
+from ratekeeper.decide.algorithms.in_flight import has_slots
 from ratekeeper.decide.store import Counter, Store
 from ratekeeper.decide.stores import open_fallback_store
 from ratekeeper.limiter.arguments import check_names, explains
@@ -649,6 +650,11 @@ def _limited(limits: Any, transport: object, settings: LimitSettings, *, is_asyn
         )
     else:
         units = _Units(limits)
+    if has_slots(units.limiter.limits):
+        raise ConfigError(
+            "a transport does not know when a response has been read, so it cannot limit requests "
+            'in flight; write limiter.reserve(key) around the call, with "20 at once for 60s"'
+        )
     given["key"] = _key_function(given.get("key"), units.limiter)
     return _Sender(transport, units, is_async=is_async, clock=units.limiter.clock, **given)
 

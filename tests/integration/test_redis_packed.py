@@ -13,7 +13,7 @@ import pytest
 
 from ratekeeper import AsyncLimiter, Limit, Limiter, StoreFull, StoreUnavailable
 from ratekeeper.core.clock import SystemClock
-from ratekeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.core.model import UNIT_ALGORITHMS
 from ratekeeper.decide.store import LocalStore
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
@@ -26,7 +26,7 @@ from tests.integration.redis_wires import YEAR, key_of, log_key_of
 from tests.redis_servers import Single, until
 
 SECONDS_MAX = 20.0
-PACKED: tuple[Any, ...] = tuple(name for name in ALGORITHM_NAMES if name != "sliding_window_log")
+PACKED: tuple[Any, ...] = tuple(name for name in UNIT_ALGORITHMS if name != "sliding_window_log")
 every_packed_algorithm = pytest.mark.parametrize("algorithm", PACKED)
 
 

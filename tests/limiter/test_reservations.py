@@ -192,6 +192,17 @@ def test_a_reservation_is_topped_up_in_steps(limiter: Limiter) -> None:
     assert limiter.peek("k").remaining == 3
 
 
+def test_the_surplus_of_a_late_top_up_is_returned(clock: ManualClock) -> None:
+    """It was charged a moment ago, so time has returned nothing of it."""
+    limiter = Limiter("10/10s", clock=clock)
+    with limiter.reserve("k", 4) as reservation:
+        reservation.use(4)
+        clock.advance(10)
+        reservation.use(1)
+        assert limiter.peek("k").remaining == 6
+    assert limiter.peek("k").remaining == 9
+
+
 def test_use_says_that_there_is_no_room(limiter: Limiter, clock: ManualClock) -> None:
     """The last units are taken as they are owed; then it is asked again after `retry_after`."""
     with limiter.reserve("k", 4) as reservation:
@@ -288,6 +299,16 @@ def test_a_unit_that_is_never_used_stays_reserved(make_limiter: Any) -> None:
     with pytest.raises(RuntimeError), limiter.reserve(ANN, costs=COSTS):
         raise RuntimeError
     assert left_of(limiter) == {"requests": 9, "tokens": 1_000, "money": 8_500}
+
+
+def test_a_unit_of_which_nothing_was_reserved_is_settled(make_limiter: Any) -> None:
+    """Its rule was charged nothing, so the decision does not name it."""
+    limiter = make_limiter(rules=BUDGETS)
+    reserved = {"tokens": 0, "micro_dollars": 100}
+    decision = limiter.check(ANN, costs=reserved)
+    settled = limiter.settle(ANN, reserved, {"tokens": 300}, decision)
+    assert settled.charged == {"tokens": 300, "micro_dollars": 100}
+    assert left_of(limiter) == {"requests": 9, "tokens": 700, "money": 8_900}
 
 
 def test_a_reservation_that_one_unit_denies_costs_nothing(make_limiter: Any) -> None:

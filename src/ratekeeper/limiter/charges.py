@@ -1,5 +1,7 @@
 """The charges of a decision: kept with it, returned by a refund, and made late by a settlement.
 
+So are its slots of requests in flight: they are freed when the request ends.
+
 A settlement charges the rest of a cost in full: the limits owe what they have no room for
 (`decide/algorithms/debt.py`), up to a bound. Units beyond it are forgiven: counted by rule, and
 logged.
@@ -16,7 +18,9 @@ from ratekeeper.core.errors import StoreError, show
 from ratekeeper.core.model import UNITS_MAX, Decision, Settlement, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Call, Steps
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.combine import combine_decisions
+from ratekeeper.decide.store import stamp_of, stamped
 from ratekeeper.metrics.tally import Counts
 from ratekeeper.rules.compiled import RuleCheck
 
@@ -63,6 +67,29 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
     if source is None or decision.charged_ns is None:
         return []
     return [(source, decision.charged_ns)]
+
+
+def slots_in(decision: Decision) -> list[RuleCheck]:
+    """Return the rules whose limits of requests in flight a decision took slots of.
+
+    Their counters are those of the request: they have its stamp.
+    """
+    source = decision.source
+    if isinstance(source, RuleCheck):
+        source = [(source, None)]
+    if not isinstance(source, list) or not decision.allowed:
+        return []
+    return [check for check, _ in source if stamp_of(check.counter)]
+
+
+def without_slots(charges: Sequence[RuleCharge]) -> list[RuleCharge]:
+    """Return the charges with counters whose refund frees no slot."""
+    return [
+        (check._replace(counter=stamped(check.counter, NO_STAMP)), charged_ns)
+        if stamp_of(check.counter)
+        else (check, charged_ns)
+        for check, charged_ns in charges
+    ]
 
 
 def refunding(charges: Sequence[RuleCharge]) -> Steps[None]:

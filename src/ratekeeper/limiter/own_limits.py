@@ -6,6 +6,7 @@ from ratekeeper.core.costs import REQUESTS, Cost, units_in
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
 from ratekeeper.core.subjects import Key, subject_of, subject_of_request
+from ratekeeper.decide.algorithms.in_flight import new_stamp
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import Store
 from ratekeeper.rules.compiled import (
@@ -15,6 +16,7 @@ from ratekeeper.rules.compiled import (
     PreparedLimits,
     RuleCheck,
     check_units,
+    stamped_plan,
 )
 from ratekeeper.rules.document.model import Rule
 
@@ -55,13 +57,16 @@ class OwnLimits:
     def plan(self, key: Key | Request, cost: Cost) -> CheckPlan:
         """Return the one charge of a check. Raises InvalidCost for a unit other than requests."""
         subject = self.subject_of(key)
-        check_units(cost, (REQUESTS,))
-        return CheckPlan(
+        units = cost
+        if not isinstance(units, int):
+            check_units(units, (REQUESTS,))
+            units = units_in(units, REQUESTS, 1)
+        plan = CheckPlan(
             (
                 RuleCheck(
                     self.counter,
                     subject,
-                    units_in(cost, REQUESTS, 1),
+                    units,
                     self.rule,
                     self._choice,
                     FACTOR_STEPS,
@@ -71,6 +76,7 @@ class OwnLimits:
                 ),
             )
         )
+        return stamped_plan(plan, new_stamp()) if self._prepared.has_slots else plan
 
     def subject_of(self, key: Key | Request) -> str:
         """Return the subject that a key or a request is counted under."""

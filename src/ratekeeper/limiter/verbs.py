@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -39,7 +40,7 @@ from ratekeeper.core.steps import Call, Steps, Undo, asking
 from ratekeeper.core.subjects import Key, subject_of
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import Store, stamp_of, stamped
 from ratekeeper.limiter.arguments import request_of
 from ratekeeper.limiter.charges import (
     CHARGED,
@@ -49,6 +50,8 @@ from ratekeeper.limiter.charges import (
     owing,
     refunding,
     settlement_of,
+    slots_in,
+    without_slots,
 )
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
@@ -67,7 +70,7 @@ from ratekeeper.limiter.waiting import (
     places_of,
 )
 from ratekeeper.metrics.tally import Counts
-from ratekeeper.rules.compiled import CheckPlan, RuleCheck
+from ratekeeper.rules.compiled import CheckPlan, RuleCheck, stamped_plan
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
 from ratekeeper.rules.splitting import shares_of
@@ -108,13 +111,13 @@ class LimiterVerbs:
 
     def _plan(self, key: Key | Request, cost: Cost, what: str = "cost") -> CheckPlan:
         """Return the charges of a check. Raises InvalidKey, InvalidCost and ConfigError."""
+        # Nearly every call has these types, which need no further examination.
+        units = cost if type(cost) is int and cost >= 0 else checked_cost(cost, what)
         if self._engine is not None:
-            # Nearly every call has these types, which need no further examination.
             request = key if type(key) is Request else request_of(key)
-            units = cost if type(cost) is int and cost >= 0 else checked_cost(cost, what)
             return self._engine.compiled_rules.plan(request, units)
         assert self._own is not None, "a limiter has rules or limits"  # noqa: S101 - ours
-        return self._own.plan(key, checked_cost(cost, what))
+        return self._own.plan(key, units)
 
     def _check(self, key: Key | Request, cost: Cost = 1, *, costs: Costs | None = None) -> Decision:
         """Check in this thread."""
@@ -144,9 +147,14 @@ class LimiterVerbs:
         return (yield from self._peek_result(key, cost)).decision
 
     def _evaluate_all(
-        self, checks: Sequence[tuple[Key | Request, Cost]]
+        self, checks: Sequence[tuple[Key | Request, Cost]], stamps: Sequence[int] = ()
     ) -> Steps[list[CheckResult]]:
         planned = [(self._plan(key, cost), key) for key, cost in checks]
+        if stamps:
+            planned = [
+                (stamped_plan(plan, stamp) if stamp else plan, key)
+                for (plan, key), stamp in zip(planned, stamps, strict=True)
+            ]
         if switches.limiting_off:
             return [CheckResult(self._unlimited(), kind="unlimited") for _ in checks]
         decided = yield from self._path.deciding(planned)
@@ -193,7 +201,9 @@ class LimiterVerbs:
         _check_decision(decision)
         charges = self._charges_of(self._plan(key, cost), cost, decision)
         if not switches.limiting_off:
-            yield from refunding(charges)
+            yield from refunding(without_slots(charges))
+        if decision is not None:
+            yield from self._release(decision)
 
     def _charges_of(
         self, plan: CheckPlan, cost: Cost, decision: Decision | None
@@ -204,12 +214,49 @@ class LimiterVerbs:
         charged_ns = decision.charged_ns
         if charged_ns is None:
             return []
-        if self._own is not None:
+        if self._own is not None and not slots_in(decision):
             return [(check, charged_ns) for check in plan.checks]
         if decision.source is not None:
             return [(check.at(cost), at_ns) for check, at_ns in charges_in(decision)]
         # A copy of a decision, from another process: only its own rule is known.
         return [(check, charged_ns) for check in plan.checks if check.rule.id == decision.rule]
+
+    def _release(self, decision: Decision) -> Steps[None]:
+        """Free the slots that a decision took. Raises StoreError."""
+        _check_decision(decision)
+        yield from self._path.freeing(slots_in(decision))
+
+    def _release_quietly(self, decision: Decision) -> Steps[None]:
+        """Free the slots that a decision took, or let them end by themselves."""
+        with suppress(StoreError):
+            yield from self._path.freeing(slots_in(decision))
+
+    def _renew(self, decision: Decision) -> Steps[None]:
+        """Let the slots of a decision last as long again. Raises SlotLost, StoreError."""
+        _check_decision(decision)
+        yield from self._path.renewing(self._store.counter, slots_in(decision))
+
+    def _slots_of(self, key: Key | Request, stamp: int) -> list[RuleCheck]:
+        """Return the rules in which a request with this stamp may have slots."""
+        plan = stamped_plan(self._plan(key, 1), stamp)
+        return [check for check in plan.checks if check.prepared.has_slots]
+
+    def _release_stamp(self, key: Key | Request, stamp: int) -> Steps[None]:
+        parts = [
+            check._replace(counter=stamped(counter, stamp), counted=subject)
+            for check in self._slots_of(key, stamp)
+            for counter, subject in check.parts
+        ]
+        yield from self._path.freeing(parts)
+
+    def _renew_stamp(self, key: Key | Request, stamp: int) -> Steps[None]:
+        checks = self._slots_of(key, stamp)
+        if any(len(check.prepared.counters) > 1 for check in checks):
+            raise ConfigError(
+                "a slot of a rule with `split` cannot be renewed by its number, which does not say "
+                "in which part it is; raise the longest time of the limit"
+            )
+        yield from self._path.renewing(self._store.counter, checks)
 
     def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
         return self._grant_rules(self._plan(key, units, "units").checks, ttl)
@@ -313,7 +360,7 @@ class LimiterVerbs:
             for check, charged_ns in charged
             if (surplus := check.units - check.settled(actual)) > 0
         ]
-        yield from refunding(returned)
+        yield from refunding(without_slots(returned))
         return owed
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
@@ -517,7 +564,17 @@ class LimiterVerbs:
         # A copy: what is settled must be what was reserved.
         kept = cost if isinstance(cost, int) or not isinstance(cost, Mapping) else dict(cost)
         decision = yield from self._pass(key, kept, wait, priority)
-        return Reservation(self._reservation_verbs(), key, kept, decision)
+        verbs = self._reservation_verbs()
+        if slots := slots_in(decision):  # a top-up takes no other slot
+            stamp = stamp_of(slots[0].counter)
+            verbs = verbs._replace(check=partial(asking, self._check_stamped, stamp))
+        return Reservation(verbs, key, kept, decision)
+
+    def _check_stamped(self, stamp: int, key: Key | Request, cost: Cost) -> Steps[Decision]:
+        """Check a request that may have slots already, under the stamp that it has."""
+        plan = stamped_plan(self._plan(key, cost), stamp)
+        [(decision, _)] = yield from self._path.deciding([(plan, key)])
+        return decision
 
     def _reservation_verbs(self) -> ReservationVerbs:
         """Return what a reservation needs of this limiter."""

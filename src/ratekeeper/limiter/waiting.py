@@ -47,9 +47,10 @@ from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, show
 from ratekeeper.core.forks import after_fork, fork_safe
-from ratekeeper.core.model import Decision, Limit
+from ratekeeper.core.model import IN_FLIGHT, Decision, Limit, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Ask, Call, Steps, Undo
+from ratekeeper.decide.algorithms.in_flight import RETRY_MIN_NS
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.store import Counter, Store
 from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
@@ -452,6 +453,13 @@ def leaving_room(
         for alone in _counters_of_limits(make_counter, check):
             least = min(alone.limits, key=_capacity)
             left = least.capacity // BATCH_LEAVES
+            if least.algorithm == IN_FLIGHT:  # a request takes one slot, whatever its units
+                with suppress(StoreError):
+                    now: Decision = yield Call(alone.peek, check.counted, 0)
+                    if now.remaining < left + (not spent):
+                        wait_ns = max(now.retry_after_ns, RETRY_MIN_NS)
+                        denied.append(decision_with(now, allowed=False, retry_after_ns=wait_ns))
+                continue
             units = left if spent else left + check.units
             if check.units > least.capacity - left:
                 raise CapacityError(check.units, least, least.capacity - left, BATCH_SHARE)

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName, Limit
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS
 from ratekeeper.decide.algorithms.holds import lease_ns_max
 from tests.decide.algorithms.table import no, play, yes
 
 SECOND = 1_000_000_000
 
-every = pytest.mark.parametrize("name", ALGORITHM_NAMES)
+every = pytest.mark.parametrize("name", UNIT_ALGORITHMS)
 gaps = st.sampled_from((0, 1, SECOND // 7, SECOND, 9 * SECOND, 31 * SECOND, 100 * SECOND))
 
 

@@ -17,12 +17,14 @@ from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import (
     CELL,
     CHANGE,
+    CHANGE_SLOTS,
     COUNTS,
     LEASES,
     LOGS,
     MARKS,
     OWE,
     SERVER_TIME,
+    SLOTS,
     LuaScript,
     RuleScripts,
     ScriptCharge,
@@ -30,8 +32,8 @@ from ratekeeper.decide.stores.redis.scripts import (
 )
 from tests.redis_servers import Single, running
 
-CHECKS = (COUNTS, LOGS, LEASES)
-EVERY_SCRIPT = (*CHECKS, CHANGE, OWE)
+CHECKS = (COUNTS, LOGS, SLOTS, LEASES)
+EVERY_SCRIPT = (*CHECKS, CHANGE, CHANGE_SLOTS, OWE)
 OTHERS = (CELL, MARKS)
 REGIONAL = tuple(
     found

@@ -17,6 +17,10 @@
 local HEAD_BYTES, TIME_BYTES, MORE_BYTES, BLOCK = 21, 7, 37, 128
 local rings = {}
 
+--@ if slots
+--@ slots
+--@ end
+
 -- Return a log. `new` are packed times behind those that are stored.
 local function ring_of(key)
     if rings[key] then
@@ -209,6 +213,14 @@ end
 -- Write a log that is needed until `ring.need`. A log has at least as many slots as it has times, and at
 -- most as many as its limit.
 local function save(ring)
+--@ if slots
+    if ring.pending then
+--@ if check
+        save_slots(ring)
+--@ end
+        return
+    end
+--@ end
     local size, extra, need = size_of(ring), ring.extra, ring.need
     local version, more = 0, ''
     if extra and extra[1] + extra[3] + extra[5] + extra[OWED] > 0 then
