@@ -267,16 +267,6 @@ def test_what_is_settled_is_what_was_used(
     assert limiter.peek("k").remaining == 1_000 - spent - used
 
 
-def test_the_surplus_of_a_late_top_up_is_returned(clock: ManualClock) -> None:
-    """Time has returned the first charge of 40 units. Of the second one, 30 are not used."""
-    limiter = Limiter("100/minute", clock=clock)
-    with limiter.reserve("k", 40) as reservation:
-        clock.advance(60)
-        assert reservation.use(50)
-        assert limiter.peek("k").remaining == 60
-    assert limiter.peek("k").remaining == 90
-
-
 # ── Several units ──────────────────────────────────────────────────────────────────────────────
 
 

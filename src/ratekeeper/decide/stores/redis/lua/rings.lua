@@ -178,12 +178,12 @@ local function shifted(packed, later)
     if first == last then
         return string.rep(struct.pack('>I7', first + later), count)
     end
-    local format = '>' .. string.rep('I7', count)
-    local moved = {struct.unpack(format, packed)}
+    local layout = '>' .. string.rep('I7', count)
+    local moved = {struct.unpack(layout, packed)}
     for place = 1, count do
         moved[place] = moved[place] + later
     end
-    return struct.pack(format, unpack(moved, 1, count))
+    return struct.pack(layout, unpack(moved, 1, count))
 end
 
 -- Put the debt into a log that has entered it, and drop what has left the window. Only what enters is
