@@ -186,11 +186,10 @@ local function shifted(packed, later)
     return struct.pack(layout, unpack(moved, 1, count))
 end
 
--- Put the debt into a log that has entered it, and drop what has left the window. The times of the log
--- are copied in blocks: one by one, a million of them would hold up the server for two seconds.
+-- Put the debt into a log that has entered it, and drop what has left the window. Only what enters is
+-- written, in blocks: one time after the other, a million of them would hold up the server for two seconds.
 local function enter(ring, extra, at)
-    local size = size_of(ring)
-    local packed = {times(ring, min(ring.gone, size), max(min(ring.due, size) - ring.gone, 0))}
+    local size, packed = size_of(ring), {}
     local position = max(ring.gone, size)
     while position < ring.due do
         local origin, finish, time, later = ring.origin(position)
@@ -203,7 +202,9 @@ local function enter(ring, extra, at)
         end
         position = position + count
     end
-    replace_from(ring, 0, table.concat(packed))
+    ring.last = ring.due > ring.gone and ring.entry(ring.due - 1) or -1
+    drop_oldest(ring, min(ring.gone, size))
+    ring.new = ring.new .. table.concat(packed)
     extra[OWED] = ring.owed
     live_holds(extra, at)
     ring.entry, ring.origin = nil, nil
