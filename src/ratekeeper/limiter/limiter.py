@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec, Self, TypeVar
 
@@ -22,7 +21,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
+from ratekeeper.limiter.reservations import ReservationVerbs, Reserving
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.limiter.waiting import Priority
@@ -174,7 +173,6 @@ class Limiter(LimiterSetup):
         """
         return run(self._wait(key, cost if costs is None else costs, timeout, priority))
 
-    @contextmanager
     def reserve(
         self,
         key: Key | Request,
@@ -183,7 +181,7 @@ class Limiter(LimiterSetup):
         costs: Costs | None = None,
         wait: Duration = 0,
         priority: Priority = "interactive",
-    ) -> Iterator[Reservation]:
+    ) -> Reserving:
         """Charge an estimate before the block runs, and settle what it has used at its end.
 
         Raises LimitExceeded instead of running the block if the reservation is denied. `wait` is
@@ -193,13 +191,7 @@ class Limiter(LimiterSetup):
         A block that never does stays charged as reserved. One that raises and has used nothing is
         refunded. If the process dies, the reservation stays charged.
         """
-        reservation = run(self._reserving(key, cost if costs is None else costs, wait, priority))
-        try:
-            yield reservation
-        except BaseException:
-            run(reservation.settling(True))
-            raise
-        run(reservation.settling(False))
+        return Reserving(self._reserving(key, cost if costs is None else costs, wait, priority))
 
     def _reservation_verbs(self) -> ReservationVerbs:
         return ReservationVerbs(self.check, run, self._settle, self._take_back, self._clock.now_ns)

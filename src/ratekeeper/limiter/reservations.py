@@ -36,7 +36,7 @@ from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.costs import REQUESTS, Cost, Costs, used_costs
 from ratekeeper.core.errors import CapacityError, ConfigError, RatekeeperError, StoreError
 from ratekeeper.core.model import Decision, Request, Settlement
-from ratekeeper.core.steps import Call, Steps, Undo, asking
+from ratekeeper.core.steps import Call, Steps, Undo, asking, run, run_async
 from ratekeeper.core.subjects import Key
 
 LOG: Final = logging.getLogger("ratekeeper.reservations")
@@ -192,3 +192,46 @@ class Reservation:
             _, actual, _ = found.setdefault(id(costs), (costs, {}, decision))
             actual[unit] = costs[unit] + used - self._covered[unit]
         return [each for each in found.values() if each[1] != {u: each[0][u] for u in each[1]}]
+
+
+class Reserving:
+    """The context manager of `Limiter.reserve`: it makes the reservation, and settles it."""
+
+    __slots__ = ("_making", "_reservation")
+
+    def __init__(self, making: Steps[Reservation]) -> None:
+        self._making = making
+        self._reservation: Reservation | None = None
+
+    def __enter__(self) -> Reservation:
+        _require_new(self._reservation)
+        self._reservation = made = run(self._making)
+        return made
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        assert self._reservation is not None, "it was entered"  # noqa: S101 - ours
+        run(self._reservation.settling(kind is not None))
+
+
+class AsyncReserving:
+    """The context manager of `AsyncLimiter.reserve`."""
+
+    __slots__ = ("_making", "_reservation")
+
+    def __init__(self, making: Steps[Reservation]) -> None:
+        self._making = making
+        self._reservation: Reservation | None = None
+
+    async def __aenter__(self) -> Reservation:
+        _require_new(self._reservation)
+        self._reservation = made = await run_async(self._making)
+        return made
+
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        assert self._reservation is not None, "it was entered"  # noqa: S101 - ours
+        await run_async(self._reservation.ending(kind is not None))
+
+
+def _require_new(reservation: Reservation | None) -> None:
+    if reservation is not None:
+        raise ConfigError("one call of reserve() makes one reservation; call it again for another")

@@ -191,9 +191,9 @@ class LimiterVerbs:
         Raises StoreError, after all rules were tried.
         """
         _check_decision(decision)
-        charges = self._charges_of(self._plan(key, cost), cost, decision)
+        charged = self._charges_of(self._plan(key, cost), cost, decision)
         if not switches.limiting_off:
-            yield from refunding(charges)
+            yield from refunding([(check, check.units, at_ns) for check, at_ns in charged])
 
     def _charges_of(
         self, plan: CheckPlan, cost: Cost, decision: Decision | None
@@ -242,22 +242,25 @@ class LimiterVerbs:
         reservation: str = "",
     ) -> Steps[Settlement]:
         _check_decision(decision)
-        check_name("reservation", reservation)
+        if reservation != "":
+            check_name("reservation", reservation)
         plan = self._plan(key, reserved, "reserved")
-        check_settlement(reserved, checked_cost(actual, "actual"))
+        actual = checked_cost(actual, "actual")
         if not isinstance(actual, int):
             self._plan(key, actual)  # rejects a unit that no rule counts
+        elif not isinstance(reserved, int):
+            check_settlement(reserved, actual)
         charged = self._charges_of(plan, reserved, decision)
-        # A rule that was charged nothing is in no decision, and may have to be charged now.
-        by_rule = {check.rule.id: check for check in plan.checks}
-        by_rule |= {check.rule.id: check for check, _ in charged}
-        checks = [*by_rule.values()]
-        settling = self._settling(charged, checks, actual)
+        checks: Sequence[RuleCheck] = plan.checks
+        if self._own is None:
+            # A rule that was charged nothing is in no decision, and may have to be charged now.
+            by_rule = {check.rule.id: check for check in checks}
+            checks = [*(by_rule | {check.rule.id: check for check, _ in charged}).values()]
         owed: list[Owed] | None
         if reservation:
-            owed = yield from self._once(key, reservation, settling)
+            owed = yield from self._once(key, reservation, self._settling(charged, checks, actual))
         else:
-            owed = yield from settling
+            owed = yield from self._settling(charged, checks, actual)
         return settlement_of(checks, owed, reserved, actual)
 
     def _once(
@@ -307,11 +310,12 @@ class LimiterVerbs:
                 (yield from owing(check, missing, self._counts)) if missing > 0 else CHARGED
             )
         returned = [
-            (check._replace(units=surplus), charged_ns)
+            (check, surplus, charged_ns)
             for check, charged_ns in charged
             if (surplus := check.units - check.settled(actual)) > 0
         ]
-        yield from refunding(returned)
+        if returned:
+            yield from refunding(returned)
         return owed
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────

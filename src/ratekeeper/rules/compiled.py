@@ -201,7 +201,8 @@ class RuleCheck(NamedTuple):
 
     def at(self, cost: Cost) -> RuleCheck:
         """Return the check of the same request at another cost."""
-        return self._replace(units=units_in(cost, self.rule.unit, self.weight))
+        units = units_in(cost, self.rule.unit, self.weight)
+        return self if units == self.units else self._replace(units=units)
 
     def settled(self, actual: Cost) -> int:
         """Return the units that the rule has charged once the request cost `actual`."""

@@ -2,9 +2,9 @@
 
 Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS` and `LEASES` are one text
 (`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that a script
-makes takes time. `OWE` charges in full, and `CHANGE` does the other verbs. A server identifies a
-script by the SHA-1 of its text, so two versions of Ratekeeper on one server never run each other's
-scripts.
+makes takes time. `OWE` charges in full, `REFUND` returns units to limits other than logs, and
+`CHANGE` does all other changes. A server identifies a script by the SHA-1 of its text, so two
+versions of Ratekeeper on one server never run each other's scripts.
 
 `batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
 of one request. The groups are decided in order, and each of them alone: every charge of a group
@@ -165,8 +165,10 @@ _EVERYTHING: Final = ("logs", "leases")
 COUNTS: Final = _script_named(*_COUNTS, "check", features=(), reply=list)
 LOGS: Final = _script_named(*_LOGS, "check", features=("logs",), reply=list)
 LEASES: Final = _script_named(*_LOGS, "check", features=_EVERYTHING, reply=list)
-CHANGE: Final = _script_named(*_LOGS, "change", features=_EVERYTHING, reply=list)
-OWE: Final = _script_named(*_LOGS, "owe", features=("logs",), reply=list)
+CHANGE: Final = _script_named(*_LOGS, "refunded", "change", features=_EVERYTHING, reply=list)
+REFUND: Final = _script_named(*_COUNTS, "refunded", "refund", features=(), reply=list)
+OWE: Final = _script_named(*_COUNTS, "owe", features=(), reply=list)
+OWE_LOGS: Final = _script_named(*_LOGS, "owe", features=("logs",), reply=list)
 
 # Of limits that regions share.
 _CHECK: Final = ("arithmetic", "regional", "regional_check")
@@ -194,8 +196,7 @@ def pack(*parts: str | bytes | int) -> bytes:
     return _packed(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptCall:
+class ScriptCall(NamedTuple):
     """A script to run on one hash, or on several hashes of one slot."""
 
     script: LuaScript
@@ -298,7 +299,8 @@ class RuleScripts:
     def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
         """Return the call that gives units back, charged at this time of the server's clock."""
         charged = 0 if charged_ns is None else max(charged_ns, 0) // NS_PER_US + 1
-        return self._changed(subject, _REFUND, min(units, UNITS_MAX), charged)
+        call = self._changed(subject, _REFUND, min(units, UNITS_MAX), charged)
+        return call._replace(script=REFUND) if self.script is COUNTS else call
 
     def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took."""
@@ -309,7 +311,8 @@ class RuleScripts:
         keys, gate = self.place(subject)
         now = self.now()[0]
         arguments = (gate, units) if now == SERVER_TIME else (gate, units, now)
-        return ScriptCall(OWE, keys[0], arguments, keys[1:])
+        script = OWE if self.script is COUNTS else OWE_LOGS
+        return ScriptCall(script, keys[0], arguments, keys[1:])
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""
