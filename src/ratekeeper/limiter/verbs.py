@@ -251,11 +251,12 @@ class LimiterVerbs:
         elif not isinstance(reserved, int):
             check_settlement(reserved, actual)
         charged = self._charges_of(plan, reserved, decision)
-        checks: Sequence[RuleCheck] = plan.checks
+        checks = plan.checks
         if self._own is None:
             # A rule that was charged nothing is in no decision, and may have to be charged now.
             by_rule = {check.rule.id: check for check in checks}
-            checks = [*(by_rule | {check.rule.id: check for check, _ in charged}).values()]
+            by_rule |= {check.rule.id: check for check, _ in charged}
+            checks = [*by_rule.values()]
         owed: list[Owed] | None
         if reservation:
             owed = yield from self._once(key, reservation, self._settling(charged, checks, actual))
@@ -532,13 +533,17 @@ class LimiterVerbs:
         if wait:
             decision = yield from self._wait(key, cost, wait, priority)
         else:
-            check_priority(priority)
-            decision = yield from self._prioritised_check(key, cost, priority)
+            if priority == "interactive":
+                decision = yield from self._counted_check(key, cost)
+            else:
+                check_priority(priority)
+                decision = yield from self._prioritised_check(key, cost, priority)
             if not decision.allowed:
                 self.log_denial(key, decision)
         if not decision.allowed:
             raise LimitExceeded(decision)
-        yield from self._pause(key, cost, decision)
+        if decision.delay_ns:
+            yield from self._pause(key, cost, decision)
         return decision
 
     def _pause(self, key: Key | Request, cost: Cost, decision: Decision) -> Steps[None]:

@@ -206,6 +206,8 @@ class RuleCheck(NamedTuple):
 
     def settled(self, actual: Cost) -> int:
         """Return the units that the rule has charged once the request cost `actual`."""
+        if type(actual) is int:  # nearly always
+            return actual * self.weight
         return settled_units(self.units, actual, self.rule.unit, self.weight)
 
     @property

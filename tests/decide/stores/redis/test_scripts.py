@@ -22,6 +22,8 @@ from ratekeeper.decide.stores.redis.scripts import (
     LOGS,
     MARKS,
     OWE,
+    OWE_LOGS,
+    REFUND,
     SERVER_TIME,
     LuaScript,
     RuleScripts,
@@ -31,7 +33,7 @@ from ratekeeper.decide.stores.redis.scripts import (
 from tests.redis_servers import Single, running
 
 CHECKS = (COUNTS, LOGS, LEASES)
-EVERY_SCRIPT = (*CHECKS, CHANGE, OWE)
+EVERY_SCRIPT = (*CHECKS, CHANGE, REFUND, OWE, OWE_LOGS)
 OTHERS = (CELL, MARKS)
 REGIONAL = tuple(
     found
@@ -93,9 +95,8 @@ def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> No
         with server.client(username="narrow", password="any") as narrow:
             gate = b"\xa8rule678" + b"9" + bytes((1, 2, 100, 100, 60, 60, 60, 1, 100))
             grant = bytes((5, 1, 0, 100))
-            narrow.evalsha(
-                script.sha.decode(), 1, "rk:{only}", gate, grant if script is CHANGE else 1
-            )
+            argument = grant if script in {CHANGE, REFUND} else 1
+            narrow.evalsha(script.sha.decode(), 1, "rk:{only}", gate, argument)
     finally:
         admin.execute_command("ACL", "DELUSER", "narrow")
         admin.delete("rk:{only}")

@@ -39,6 +39,7 @@ from hashlib import sha1
 from importlib.resources import files
 from itertools import product
 from string import ascii_letters
+from struct import Struct
 from typing import Final, NamedTuple, cast
 
 from hiredis import pack_command
@@ -66,6 +67,9 @@ SERVER_NOW: Final = (SERVER_TIME, 0)
 _LOOK: Final = b"look"
 # The verbs of lua/change.lua.
 _REFUND, _UNDO, _BACK, _LATE, _GRANT, _RESET = range(1, 7)
+# The numbers of a refund as msgpack, in a fifth of the time of `encode_sequence`.
+_REFUND_NUMBERS: Final = Struct(">BBQBQ")
+_UINT64: Final = 0xCF
 # In Lua: no text of a script contains such an operator between spaces, or a bracket beside one.
 # Two are left alone: a number before `..` would end in a point, and `- -` would begin a comment.
 _SPACED: Final = re.compile(
@@ -299,8 +303,8 @@ class RuleScripts:
     def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
         """Return the call that gives units back, charged at this time of the server's clock."""
         charged = 0 if charged_ns is None else max(charged_ns, 0) // NS_PER_US + 1
-        call = self._changed(subject, _REFUND, min(units, UNITS_MAX), charged)
-        return call._replace(script=REFUND) if self.script is COUNTS else call
+        change = _REFUND_NUMBERS.pack(_REFUND, _UINT64, min(units, UNITS_MAX), _UINT64, charged)
+        return self._call(REFUND if self.script is COUNTS else CHANGE, subject, change)
 
     def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took."""
@@ -308,10 +312,13 @@ class RuleScripts:
 
     def owe(self, subject: str, units: int) -> ScriptCall:
         """Return the call that charges units in full."""
+        return self._call(OWE if self.script is COUNTS else OWE_LOGS, subject, units)
+
+    def _call(self, script: LuaScript, subject: str, argument: bytes | int) -> ScriptCall:
+        """Return the call of a script with one argument beside the gate."""
         keys, gate = self.place(subject)
         now = self.now()[0]
-        arguments = (gate, units) if now == SERVER_TIME else (gate, units, now)
-        script = OWE if self.script is COUNTS else OWE_LOGS
+        arguments = (gate, argument) if now == SERVER_TIME else (gate, argument, now)
         return ScriptCall(script, keys[0], arguments, keys[1:])
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
