@@ -271,6 +271,8 @@ local function change(number)
     extras, logs = extras or {}, logs or {}
     if verb[1] == LATE then
         need = now + LATE_KEPT
+    elseif verb[1] == REFUND then
+        need = now
     end
     for g = GATE_FIRST, #gate, GATE_STEP do
         local kind, window = gate[g + KIND], gate[g + WINDOW]
