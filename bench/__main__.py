@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from bench.engines import OURS
 from bench.measure import FULL, QUICK, SCENES, Effort, Scene, measure
 from bench.page import page
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide import kernel
 
 try:
@@ -146,7 +146,7 @@ def _options() -> argparse.Namespace:
         "shared store from several processes; as a storage of limits; in a node of a fleet; its "
         "rules; on real Redis servers, started here; and its service and middleware over HTTP, "
         "beside slowapi and a real Envoy.",
-        epilog=f"algorithms: {', '.join(ALGORITHM_NAMES)}; works: {', '.join(map(repr, works))}",
+        epilog=f"algorithms: {', '.join(UNIT_ALGORITHMS)}; works: {', '.join(map(repr, works))}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a number")
     parser.add_argument(
@@ -172,7 +172,7 @@ def _options() -> argparse.Namespace:
 
 def _run_scenes(options: argparse.Namespace, effort: Effort) -> list[Result]:
     results: list[Result] = []
-    for algorithm in ALGORITHM_NAMES:
+    for algorithm in UNIT_ALGORITHMS:
         wanted = [scene for scene in SCENES if _wanted(options, algorithm, scene.name)]
         if wanted:
             print(heading(algorithm), flush=True)
@@ -187,7 +187,7 @@ def _run_scenes(options: argparse.Namespace, effort: Effort) -> list[Result]:
 
 def _run_processes(options: argparse.Namespace, effort: Effort) -> list[Throughput]:
     throughputs: list[Throughput] = []
-    for algorithm in ALGORITHM_NAMES:
+    for algorithm in UNIT_ALGORITHMS:
         if _wanted(options, algorithm, PROCESSES):
             _progress(f"measuring {algorithm}, several processes …")
             throughputs += measure_processes(algorithm, effort)

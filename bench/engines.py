@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ratekeeper import Limit, Limiter
 from ratekeeper.core.clock import SystemClock
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide import kernel
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 
@@ -64,7 +64,7 @@ class Engine:
 
     name: str
     open: Callable[[Rate], Session]
-    algorithms: tuple[AlgorithmName, ...] = ALGORITHM_NAMES
+    algorithms: tuple[AlgorithmName, ...] = UNIT_ALGORITHMS
     ours: bool = False
     full_answer: bool = True
     """False if the result is only yes or no; the remaining units would need another call."""

@@ -32,7 +32,7 @@ from tests.answering import answer
 from tests.redis_servers import Single
 
 from ratekeeper import Limit
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.regional import (
     AcrossRegions,
     RegionalCounts,
@@ -171,7 +171,7 @@ async def set_up(counts: RegionalCounts) -> None:
 def main() -> None:
     """Measure checks on a Redis of their own and print the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.region_checks", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=ALGORITHM_NAMES, default=ALGORITHM_NAMES)
+    parser.add_argument("--only", nargs="+", choices=UNIT_ALGORITHMS, default=UNIT_ALGORITHMS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     with (

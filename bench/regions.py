@@ -48,7 +48,7 @@ from bench.measure import SEED
 from bench.region_checks import PATIENCE_MS, ROUNDS, CheckBench, Costs
 from ratekeeper import Limit
 from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS
 from ratekeeper.decide.regional import Accepted, AcrossRegions, RegionalCounts, Shares
 from ratekeeper.decide.store import Counter, Store
 from ratekeeper.decide.stores import open_store
@@ -138,8 +138,8 @@ def document() -> dict[str, Any]:
         )
 
     rules = [rule("eventual", MINUTE, "eventual")]
-    rules += [rule(f"exact-{each}", exact_limit(each), "exact") for each in ALGORITHM_NAMES]
-    rules += [rule(f"short-{each}", short_limit(each), "exact") for each in ALGORITHM_NAMES]
+    rules += [rule(f"exact-{each}", exact_limit(each), "exact") for each in UNIT_ALGORITHMS]
+    rules += [rule(f"short-{each}", short_limit(each), "exact") for each in UNIT_ALGORITHMS]
     return {"version": 1, "rules": rules}
 
 
@@ -271,7 +271,7 @@ BELOW: Final = {
     "in one region": ("token_bucket", lambda *_: SA),
     "mostly in one region": ("token_bucket", mostly_eu),
     "in another region every 10 s": ("token_bucket", moving),
-    **{f"in all regions, {each}": (each, anywhere) for each in ALGORITHM_NAMES},
+    **{f"in all regions, {each}": (each, anywhere) for each in UNIT_ALGORITHMS},
 }
 
 
@@ -321,7 +321,7 @@ async def measure_bursts(world: World) -> dict[str, int]:
     """Send more than the share at once, and again when the first denial says so."""
     plan = [
         Planned(0.0, region, f"short-{algorithm}", f"burst-{region}")
-        for algorithm in ALGORITHM_NAMES
+        for algorithm in UNIT_ALGORITHMS
         for region in (EU, AP, SA)
         for _ in range(short_limit(algorithm).capacity // len(NAMES) + 5)
     ]
@@ -385,7 +385,7 @@ async def measure_partition(world: World, partition: Partition) -> dict[str, Any
     per_s = 2 * SHORT_LIMIT / SHORT_PER_S
     plan = [
         each
-        for algorithm in ALGORITHM_NAMES
+        for algorithm in UNIT_ALGORITHMS
         for each in steady(
             f"short-{algorithm}", f"{partition.name} {algorithm}", per_s, seconds, anywhere
         )
@@ -406,7 +406,7 @@ async def measure_partition(world: World, partition: Partition) -> dict[str, Any
         return found_s
 
     found, found_s = await asyncio.gather(world.send(plan), cut())
-    users = {algorithm: of(found, f"{partition.name} {algorithm}") for algorithm in ALGORITHM_NAMES}
+    users = {algorithm: of(found, f"{partition.name} {algorithm}") for algorithm in UNIT_ALGORITHMS}
     steps_s = (BEFORE_S, BEFORE_S + FOUND_S, BEFORE_S + FOUND_S + PARTITION_S)
     buckets = [got for algorithm, got in users.items() if algorithm in BUCKETS]
     return {

@@ -1,10 +1,11 @@
 """A check that reserves units, and the settlement of its real cost: the work "settle".
 
 The first row of each store is a plain check, which is compiled in memory and `shared://`. The next
-one names its costs by unit, so it takes the path in Python, as settlements do. The others reserve
-ten units, and settle eight or twelve of them: eight are a refund, twelve a charge that the limit
-may owe. With a name, the store also remembers that the reservation was settled. The last row is the
-context manager, whose block uses eight units.
+one names its costs by unit, so it takes the path in Python, as settlements do. One row is a request
+in flight, which takes a slot and frees it. The others reserve ten units, and settle eight or twelve
+of them: eight are a refund, twelve a charge that the limit may owe. With a name, the store also
+remembers that the reservation was settled. The last row is the context manager, whose block uses
+eight units.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ratekeeper import Limiter
 
 WORKS: Final = ("settle",)
 _RATE: Final = "1000000000/second"
+_SLOTS: Final = "20 at once for 60s"
 _KEYS: Final = [f"user:{number}" for number in range(1_000)]
 _CALLS: Final = {"memory": 20_000, "shared": 20_000, "redis": 1_500}
 
@@ -73,9 +75,15 @@ def _measured(limiter: Limiter, calls: int, rounds: int) -> dict[str, float]:
         with limiter.reserve(key, 10) as reservation:
             reservation.use(8)
 
+    slots = Limiter(_SLOTS, store=limiter.store, name="slots")
+
+    def released(key: str) -> None:
+        slots.release(slots.check(key))
+
     works: dict[str, Callable[[str], object]] = {
         "a check": limiter.check,
         "a check with costs by unit": lambda key: limiter.check(key, costs={"requests": 10}),
+        "take a slot, and release it": released,
         "a check, and a refund of a part": lambda key: settled(key, 8),
         "a check, and a later charge": lambda key: settled(key, 12),
         "a check, and a named settlement": lambda key: settled(key, 12, str(next(names))),

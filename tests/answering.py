@@ -17,7 +17,15 @@ from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.core.steps import Ask
 from ratekeeper.decide.leasing import Authority, LeaseCheck, LeasedAnswer, Report
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import Answer, Charge, Counter, SharedStore, Store, StoreWrapper
+from ratekeeper.decide.store import (
+    Answer,
+    Charge,
+    Counter,
+    SharedStore,
+    Store,
+    StoreWrapper,
+    stamped,
+)
 
 Link = Callable[[Ask], Any]
 
@@ -85,6 +93,9 @@ class AnsweringCounter:
 
     def reset(self, subject: str) -> None:
         answer(self.counter.reset(subject), self._link)
+
+    def stamped(self, stamp: int) -> AnsweringCounter:
+        return AnsweringCounter(stamped(self.counter, stamp), self._link)
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         return None

@@ -16,7 +16,7 @@ from ratekeeper import (
     Request,
     parse_limit,
 )
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.core.subjects import Key
 from ratekeeper.testing import ManualClock
 
@@ -24,7 +24,7 @@ from ratekeeper.testing import ManualClock
 NOW = 1_700_000_000.1
 DAY = 86_400
 
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+every_algorithm = pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 
 
 def _limiter(
@@ -94,7 +94,7 @@ def test_a_denied_request_that_still_spends(algorithm: AlgorithmName) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), list(itertools.permutations(ALGORITHM_NAMES, 2)), ids="-".join
+    ("first", "second"), list(itertools.permutations(UNIT_ALGORITHMS, 2)), ids="-".join
 )
 def test_a_denial_by_one_limit_spends_the_others(
     first: AlgorithmName, second: AlgorithmName

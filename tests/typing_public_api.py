@@ -43,6 +43,7 @@ from ratekeeper import (
     Regions,
     Request,
     Reservation,
+    SlotLost,
     StoreError,
     StoreFull,
     StoreTimeout,
@@ -101,7 +102,8 @@ def error_tree() -> None:
     """All errors have one root; errors of input and of stores have a branch each."""
     inputs: list[type[ConfigError]] = [RateSyntaxError, InvalidOption]
     stores: list[type[StoreError]] = [StoreFull, StoreTimeout, StoreUnavailable]
-    roots: list[type[RatekeeperError]] = [*inputs, *stores, CapacityError, InvalidCost, InvalidKey]
+    roots: list[type[RatekeeperError]] = [*inputs, *stores, CapacityError, SlotLost]
+    roots += [InvalidCost, InvalidKey]
     roots.append(LimitExceeded)
 
 

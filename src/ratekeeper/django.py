@@ -264,7 +264,8 @@ def _serving(
         raise
     if is_outermost:
         _finish(request, charges, response)
-        yield from _placed(_settling(charges), beside)
+        ended = not getattr(response, "streaming", False)
+        yield from _placed(_settling(charges, ended=ended), beside)
     return response
 
 
@@ -273,9 +274,9 @@ def _placed(steps: Steps[Any], beside: bool) -> Steps[Any]:
     return (yield Call(sync_to_async(run), steps)) if beside else (yield from steps)
 
 
-def _settling(charges: DjangoCharges) -> Steps[None]:
+def _settling(charges: DjangoCharges, *, ended: bool = True) -> Steps[None]:
     # An Undo is not lost if the task is cancelled, as when the client disconnects.
-    yield Undo(asking, charges.settling)
+    yield Undo(asking, partial(charges.settling, ended=ended))
 
 
 def _fail(request: Any, charges: DjangoCharges, error: BaseException) -> None:

@@ -27,7 +27,6 @@ spent.
 
 from __future__ import annotations
 
-import random as system_random
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,12 +36,14 @@ from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypedDict, Unpack, cast
 
 from ratekeeper.core import switches
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, clock_of, duration_ns, seconds_from_ns
 from ratekeeper.core.errors import ConfigError, LimitExceeded, StoreError, show
 from ratekeeper.core.model import Decision, Limit, Request, decision_with
 from ratekeeper.core.rates import LimitsArgument, limits_of
 from ratekeeper.core.steps import Call, Steps, Undo, run, run_async
 from ratekeeper.core.subjects import Key, subject_of
+from ratekeeper.decide.algorithms.in_flight import has_slots
 from ratekeeper.decide.store import Counter, Store
 from ratekeeper.decide.stores import open_fallback_store
 from ratekeeper.limiter.arguments import check_names, explains
@@ -124,7 +125,7 @@ class RetrySettings(TypedDict, total=False):
     clock: Clock | None
     """The clock; by default the system clock."""
     random: Callable[[], float]
-    """A function that returns a number from 0 up to 1; by default `random.random`."""
+    """A function that returns a number from 0 up to 1; by default of a separate generator."""
 
 
 class LimitSettings(RetrySettings, total=False):
@@ -295,7 +296,7 @@ class _Sender:
         budget: LimitsArgument = "30/minute capacity 10",
         pace: bool = True,
         clock: Clock | None = None,
-        random: Callable[[], float] = system_random.random,
+        random: Callable[[], float] = RANDOM.random,
         key: KeyOfRequest = _origin_of,
         cost: CostOfRequest = lambda _: 1,
     ) -> None:
@@ -649,6 +650,11 @@ def _limited(limits: Any, transport: object, settings: LimitSettings, *, is_asyn
         )
     else:
         units = _Units(limits)
+    if has_slots(units.limiter.limits):
+        raise ConfigError(
+            "a transport does not know when a response has been read, so it cannot limit requests "
+            'in flight; write limiter.reserve(key) around the call, with "20 at once for 60s"'
+        )
     given["key"] = _key_function(given.get("key"), units.limiter)
     return _Sender(transport, units, is_async=is_async, clock=units.limiter.clock, **given)
 

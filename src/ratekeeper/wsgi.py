@@ -102,8 +102,9 @@ def serve_charged(
         raise
     if charges.status is None:  # a generator that has not started yet
         return _ChargedBody(body, charges)
-    charges.settle()
-    return body if _is_complete(body, environ) else _ChargedBody(body, charges)
+    is_complete = _is_complete(body, environ)
+    charges.settle(ended=is_complete)
+    return body if is_complete else _ChargedBody(body, charges)
 
 
 def _number(status: str) -> int | None:
@@ -152,7 +153,7 @@ class _ChargedBody:
         self._has_sent = True
         if not self._has_started and self._charges.status is not None:
             self._has_started = True
-            self._charges.settle()  # before the client sees any of the response
+            self._charges.settle(ended=False)  # before the client sees any of the response
         return piece
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from ratekeeper.core.clock import Clock
-from ratekeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.core.model import UNIT_ALGORITHMS
 from ratekeeper.decide.store import LocalStore
 from ratekeeper.decide.stores import open_store as open_store_by_uri
 from ratekeeper.decide.stores.memory import PythonMemoryStore
@@ -220,4 +220,4 @@ bounded_stores = _run_on(each for each in STORES if each.bounded)
 sweeping_stores = _run_on(each for each in STORES if each.sweeps)
 every_connection = _run_on(STORES + CONNECTIONS)
 connections = _run_on(CONNECTIONS)
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+every_algorithm = pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ratekeeper import CapacityError, Limit, Limiter
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 
-every_other_algorithm = pytest.mark.parametrize("other", ALGORITHM_NAMES)
+every_other_algorithm = pytest.mark.parametrize("other", UNIT_ALGORITHMS)
 
 
 @every_algorithm
@@ -156,7 +156,7 @@ def test_each_limit_of_each_key_is_one_state(
 
 def test_all_five_algorithms_in_one_limiter(store: LocalStore, clock: SteppedClock) -> None:
     """Five limits of five algorithms pass, count and deny together."""
-    limits = [Limit(3, per=10, algorithm=name) for name in ALGORITHM_NAMES]
+    limits = [Limit(3, per=10, algorithm=name) for name in UNIT_ALGORITHMS]
     limiter = Limiter(limits, store=store, clock=clock)
     decisions = [limiter.check("k") for _ in range(4)]
     assert [d.allowed for d in decisions] == [True, True, True, False]

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from ratekeeper import Limit, Limiter, StoreFull, StoreUnavailable
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.failure import FailurePolicy
 from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
@@ -72,7 +72,7 @@ def test_threads_under_several_limits_admit_exactly_the_tightest(
 ) -> None:
     """The limits with room are charged for the admitted requests only."""
     tight = Limit(200, per=10, name="tight")
-    wide = [Limit(1_000, per=10, algorithm=name, name="wide") for name in ALGORITHM_NAMES]
+    wide = [Limit(1_000, per=10, algorithm=name, name="wide") for name in UNIT_ALGORITHMS]
     limiter = Limiter([*wide, tight], store=store, clock=clock)
     allowed = at_once(lambda _: sum(bool(limiter.check("k")) for _ in range(200)))
     assert sum(allowed) == 200

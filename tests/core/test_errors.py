@@ -21,6 +21,7 @@ from ratekeeper import (
     LimitExceeded,
     RatekeeperError,
     RateSyntaxError,
+    SlotLost,
     StoreError,
     StoreFull,
     StoreTimeout,
@@ -55,6 +56,7 @@ ONE_OF_EACH: list[RatekeeperError] = [
     StoreFull("text"),
     StoreTimeout("text"),
     StoreUnavailable("text"),
+    SlotLost("text"),
     LimitExceeded(DENIED),
 ]
 

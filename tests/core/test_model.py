@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from ratekeeper import ConfigError, Decision, Limit, Request
 from ratekeeper.core.model import (
-    ALGORITHM_NAMES,
     DECISION_FIELDS,
     LOG_UNITS_MAX,
+    UNIT_ALGORITHMS,
     UNITS_MAX,
     AlgorithmName,
     check_name,
@@ -230,7 +230,7 @@ def test_the_same_limit_written_two_ways_is_equal() -> None:
     assert Limit(10, per=1, capacity=3).burst == 0
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_limits_are_values(algorithm: AlgorithmName) -> None:
     """It is compared by content, hashable, frozen, and equal after pickling."""
     limit = Limit(5, per=60, algorithm=algorithm, name="n")
@@ -288,7 +288,7 @@ def test_a_bucket_is_refilled_in_steps(
         ({"refill_every": 1, "capacity": 1}, "than the capacity of 1; at 100 per 60 s .* 0.6"),
         *(
             ({"refill_every": 1, "algorithm": name}, "refill_every=1 is for token_bucket only")
-            for name in ALGORITHM_NAMES
+            for name in UNIT_ALGORITHMS
             if name != "token_bucket"
         ),
     ],

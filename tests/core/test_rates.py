@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper import ConfigError, Limit, RateSyntaxError, parse_limit, parse_limits
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.core.rates import EXAMPLE, LIMITS_MAX, TEXT_LENGTH_MAX, UNIT_NS
 
 MINUTE, HOUR, DAY, WEEK = 60, 3_600, 86_400, 7 * 86_400
@@ -124,7 +124,7 @@ def test_every_spelling_of_every_unit() -> None:
             assert parse_limit(f"1/{spelling.upper()}").window_ns == ns
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_the_algorithm_is_passed_on(algorithm: AlgorithmName) -> None:
     """The argument is the algorithm of the rates that name none; the rate string wins."""
     assert parse_limit("5/s", algorithm=algorithm).algorithm == algorithm
@@ -148,7 +148,12 @@ def test_a_misspelled_algorithm_is_recognised(word: str, meant: str) -> None:
 
 
 WANTS_COUNT = "expected how many units, a whole number,"
-WANTS_PER = "expected '/', 'per' or 'in any' after the number of units"
+WANTS_PER = "expected '/', 'per', 'in any' or 'at once for' after the number of units"
+WANTS_LONGEST = "expected the longest time of a request, as in '5 at once for 60s',"
+COUNTS_REQUESTS = (
+    "'at once' counts requests in flight, so it has no burst, capacity, refill or other "
+    "algorithm; expected ';' before another limit, or the end"
+)
 WANTS_ANY = "expected 'any' after 'in', as in '5 in any minute',"
 NO_OPTION = (
     "'in any' is exact in every window, so it has no burst, capacity, refill or other algorithm; "
@@ -228,6 +233,9 @@ TOO_LONG = "expected a number of at most 18 characters,"
         ("5 in anyminute", "     ^", WANTS_ANY),
         ("5 in", "    ^", WANTS_ANY),
         ("5 any minute", "  ^", WANTS_PER),
+        ("5 at once", "         ^", WANTS_LONGEST),
+        ("5 at 60s", "     ^", WANTS_LONGEST),
+        ("5 at once for 60s burst 2", "                  ^", COUNTS_REQUESTS),
         ("5 in any", "        ^", WANTS_UNIT),
         ("5 in any 0s", "         ^", WANTS_WINDOW),
         ("5 in any minute burst 2", "                ^", NO_OPTION),
@@ -432,7 +440,7 @@ def test_a_generated_string_reads_as_its_numbers(
 
 
 @given(
-    algorithm=st.sampled_from(ALGORITHM_NAMES),
+    algorithm=st.sampled_from(UNIT_ALGORITHMS),
     units=st.integers(1, 10**6),
     window_us=st.integers(1_000, 366 * 86_400 * 10**6) | st.sampled_from([1_000_000, 60_000_000]),
     capacity=st.integers(0, 3 * 10**6),

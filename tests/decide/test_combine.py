@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from ratekeeper import CapacityError, StoreError, StoreUnavailable
-from ratekeeper.core.model import ALGORITHM_NAMES, Decision, Limit
+from ratekeeper.core.model import UNIT_ALGORITHMS, Decision, Limit
 from ratekeeper.decide.algorithms import Outcome
 from ratekeeper.decide.combine import combine, combine_decisions
 from ratekeeper.decide.store import Answer, LocalCounter, LocalStore
@@ -241,7 +241,7 @@ def test_a_denied_request_costs_nothing(seed: int, store: LocalStore, clock: Man
     every quota is unchanged, granted units included."""
     random = Random(seed)
     limits = [
-        Limit(random.randint(5, 30), per=60, algorithm=random.choice(ALGORITHM_NAMES))
+        Limit(random.randint(5, 30), per=60, algorithm=random.choice(UNIT_ALGORITHMS))
         for _ in range(3)
     ]
     counters = [store.counter([limit], rule) for rule, limit in zip("abc", limits, strict=True)]
@@ -285,7 +285,7 @@ def test_every_store_gives_the_same_answers(kind: str, seed: int, clock: ManualC
     prefix = f"together{next(_prefixes)}"
     redis = AnsweringStore(open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000))
     limits = [
-        Limit(random.randint(3, 12), per=60, algorithm=random.choice(ALGORITHM_NAMES))
+        Limit(random.randint(3, 12), per=60, algorithm=random.choice(UNIT_ALGORITHMS))
         for _ in range(3)
     ]
     counters = {

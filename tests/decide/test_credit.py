@@ -6,7 +6,7 @@ import pytest
 
 from ratekeeper.core.clock import ns_from_seconds as ns
 from ratekeeper.core.errors import CapacityError
-from ratekeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, AlgorithmName, Limit
+from ratekeeper.core.model import UNIT_ALGORITHMS, UNITS_MAX, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS, Outcome, State, token_bucket
 from ratekeeper.decide.credit import Credit, decide, granted
 
@@ -93,7 +93,7 @@ def test_a_credit_ends_on_time(at: float, allowed: bool) -> None:
     assert credit == ((4, UNTIL) if allowed else None)
 
 
-@pytest.mark.parametrize("name", ALGORITHM_NAMES)
+@pytest.mark.parametrize("name", UNIT_ALGORITHMS)
 def test_credit_works_with_every_algorithm(name: AlgorithmName) -> None:
     """With 2 granted units, exactly limit + 2 pass at one instant."""
     limit = Limit(4, per=60, algorithm=name)

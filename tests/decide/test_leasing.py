@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ratekeeper import Limit
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Decision
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName, Decision
 from ratekeeper.core.rates import scaled
 from ratekeeper.decide.allowances import CLAIM_NS
 from ratekeeper.decide.leasing import (
@@ -38,7 +38,7 @@ from tests.promises.strategies import KEY, clock_at, promise, starts_ns
 
 SECOND_NS = 10**9
 HOUR = Limit(100, per=3_600)
-LEASING = tuple(name for name in ALGORITHM_NAMES if name != "leaky_bucket")
+LEASING = tuple(name for name in UNIT_ALGORITHMS if name != "leaky_bucket")
 
 
 class _Authority:
@@ -309,7 +309,7 @@ def test_a_late_charge_counts_at_its_age(
     assert authority.late(50, age) == remaining
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_an_excess_of_late_charges_is_forgotten(algorithm: AlgorithmName) -> None:
     """A limit is never owed more than all of it."""
     authority = _Authority(Limit(10, per=60, algorithm=algorithm), start=600)
@@ -341,7 +341,7 @@ def test_units_of_a_lower_limit_are_given_back_alone(algorithm: AlgorithmName) -
     assert raised.peek(KEY, 0).remaining == 20
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_a_late_charge_of_a_lower_limit_erases_nothing(algorithm: AlgorithmName) -> None:
     """The charge is cut to the lower limit; other units stay charged."""
     authority = _Authority(Limit(50, per=3_600, algorithm=algorithm), start=3_600)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratekeeper.core.model import ALGORITHM_NAMES, MICROS_PER_UNIT, AlgorithmName, Limit
+from ratekeeper.core.model import MICROS_PER_UNIT, UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.ledgers import exact_room, ledger_of, load, outcome
 
 SECOND = 1_000_000_000
@@ -24,7 +24,7 @@ steps = st.lists(
 )
 
 
-@given(algorithm=st.sampled_from(ALGORITHM_NAMES), taken=steps, cost=st.integers(1, 20))
+@given(algorithm=st.sampled_from(UNIT_ALGORITHMS), taken=steps, cost=st.integers(1, 20))
 def test_a_denied_cost_fits_after_its_wait(
     algorithm: AlgorithmName, taken: list[Step], cost: int
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_denied_cost_fits_after_its_wait(
     assert load(ledger, whole_ns, FIFTH) == 0
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_numbers_are_all_that_a_ledger_has(algorithm: AlgorithmName) -> None:
     """A ledger with the numbers of another is the same; units that are given back are gone."""
     limit = Limit(100, per=60, algorithm=algorithm)

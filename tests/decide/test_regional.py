@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ratekeeper.core.clock import NS_PER_SECOND, ManualClock
 from ratekeeper.core.errors import CapacityError
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.regional import (
     Accepted,
     AcrossRegions,
@@ -115,14 +115,14 @@ def test_an_accepted_total_gives_room_again() -> None:
     assert admitted(there, "exact", 100) == 25
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32))
 def test_exact_is_never_over(algorithm: AlgorithmName, seed: int) -> None:
     """Random fleets: lags, loss, repeats, cuts in one direction, refunds and share changes."""
     limits = (
         Limit((20, 60, 200)[seed % 3], per=(2, 5, 20)[seed // 3 % 3], algorithm=algorithm),
-        Limit(300, per=60, algorithm=ALGORITHM_NAMES[seed % 5], name="second"),
+        Limit(300, per=60, algorithm=UNIT_ALGORITHMS[seed % 5], name="second"),
     )
     fleet = run_random(seed, limits[: 1 + seed % 2], seconds=12)
     assert all(central.over <= 0 for central in fleet.central), f"over with the seed {seed}"

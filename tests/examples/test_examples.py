@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ratekeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.core.model import UNIT_ALGORITHMS
 from tests.examples import warnings_in
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,7 +48,7 @@ def test_an_example_runs_and_finds_itself_right(name: str) -> None:
     assert done.stdout
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_live_keeps_every_client_within_the_bound(algorithm: str) -> None:
     """This holds for each algorithm; exit status 1 would mean that a client got more."""
     done = run(LIVE, "--seconds", "0.7", "--algorithm", algorithm, "--limits", "4/200ms; 7/second")

@@ -21,7 +21,7 @@ from threading import Event, Thread
 from typing import NamedTuple
 
 from ratekeeper import AsyncLimiter, Decision, Limit, Limiter, Request
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS
 from ratekeeper.decide.failure import LocalFallback
 from tests.faults.checker import Admitted, excess
 
@@ -29,7 +29,7 @@ POLICIES = ("open", "closed", "local")
 LIMIT, PER_S = 20, 1
 # Spent within a second, and not whole again before the end of the test: lost counts would show.
 LONG, LONG_LIMIT, LONG_PER_S = "long", 40, 3600
-CASES = (*ALGORITHM_NAMES, LONG)
+CASES = (*UNIT_ALGORITHMS, LONG)
 # A task and a thread check each key at this interval: two and a half times the limit.
 GAP_S = 0.04
 NODES = 2

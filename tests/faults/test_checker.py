@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper import Limit, Limiter
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.testing import ManualClock
 from tests.faults.checker import Admitted, excess
 
@@ -46,7 +46,7 @@ def test_each_bound(algorithm: AlgorithmName, admitted: list[Admitted], over: in
     assert excess(Limit(4, per=1, algorithm=algorithm), admitted) == over
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_a_slow_answer_is_no_excess(algorithm: AlgorithmName) -> None:
     """Five requests with answers two seconds later may have been admitted at different times."""
     limit = Limit(4, per=1, algorithm=algorithm)
@@ -54,14 +54,14 @@ def test_a_slow_answer_is_no_excess(algorithm: AlgorithmName) -> None:
     assert excess(limit, at(0.1, 0.1, 0.1, 0.1, 0.1, took_s=0.001)) == 1
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_units_are_counted(algorithm: AlgorithmName) -> None:
     """The checker counts units, not requests."""
     limit = Limit(4, per=1, algorithm=algorithm)
     assert excess(limit, [Admitted(START_NS, START_NS, 9)]) == 5
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 @given(gaps_ms=st.lists(st.integers(0, 700), min_size=5, max_size=60))
 def test_a_limiters_admissions_are_not_over_and_one_more_is(
     algorithm: AlgorithmName, gaps_ms: list[int]

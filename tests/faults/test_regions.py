@@ -20,7 +20,7 @@ from itertools import permutations
 import pytest
 
 from ratekeeper import AsyncLimiter, Limit
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS
 from ratekeeper.decide.region_monitor import RegionMonitor, RegionStatus
 from ratekeeper.decide.regional import RegionalCounts
 from ratekeeper.decide.store import Store
@@ -36,7 +36,7 @@ from tests.region_links import DEADLINE_MS, NAMES, RegionServers
 EU, US, AP = NAMES[:3]
 # Limits that refill, one that does not in the time of a test, and one that is never reached.
 SHORT, LONG, TOTAL = 30, "long", "total"
-EXACT = tuple(Key("exact", case) for case in (*ALGORITHM_NAMES, LONG, TOTAL))
+EXACT = tuple(Key("exact", case) for case in (*UNIT_ALGORITHMS, LONG, TOTAL))
 EVENTUAL = tuple(Key("eventual", case) for case in (LONG, TOTAL))
 CASES = tuple((key.policy, key.case) for key in (*EXACT, *EVENTUAL))
 # The time that a busy machine may need for anything that is not itself a promise.

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ratekeeper import AsyncLimiter, Limit, Limiter, Request
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, Consistency
 from ratekeeper.decide.stores import open_store
 from ratekeeper.fleet.store import FleetStore
 from tests.conformance.stores import PATIENCE, PATIENT
@@ -186,7 +186,7 @@ class Workers:
 LIMITS = [
     {"limit": 60, "per": 1, "algorithm": each, "name": each}
     | ({"capacity": 90} if each in BUCKETS else {})
-    for each in ALGORITHM_NAMES
+    for each in UNIT_ALGORITHMS
 ]
 
 

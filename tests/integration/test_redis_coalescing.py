@@ -14,7 +14,7 @@ import pytest
 from ratekeeper import AsyncLimiter, Decision, Limit
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import StoreError, StoreTimeout
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.testing import ManualClock
@@ -23,7 +23,7 @@ from tests.integration.redis_wires import COUNTED, LATE_SECONDS_MAX, YEAR, count
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
 
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+every_algorithm = pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from ratekeeper import Limit
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.stores import open_store
 from tests.answering import AnsweringStore
 from tests.conformance.stores import PATIENCE
 from tests.integration.redis_hammer import Crew, Job, admitted
 from tests.redis_servers import Running, Single, running
 
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+every_algorithm = pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 
 # The window is so long that no quota returns while a test runs.
 YEAR = 366 * 86_400
@@ -85,7 +85,7 @@ def test_several_limits_are_charged_only_for_admitted_requests(
     servers: Running, crew: Crew
 ) -> None:
     """Of six limits the tightest one decides, and the other five are charged only for it."""
-    wide = [{"limit": LIMIT, "per": YEAR, "algorithm": name} for name in ALGORITHM_NAMES]
+    wide = [{"limit": LIMIT, "per": YEAR, "algorithm": name} for name in UNIT_ALGORITHMS]
     tight = {"limit": 700, "per": YEAR, "name": "tight"}
     limits = [*wide[:3], tight, *wide[3:]]
     results = crew.hammer([Job(servers.uri, limits, **each) for each in WORKERS])

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from ratekeeper import AsyncLimiter, Limit, Limiter, Request
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.testing import ManualClock
@@ -64,7 +64,7 @@ def test_without_the_cache_each_check_is_a_call(server: Single, key: str, wire: 
 
 
 @both_wires
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_retry_after_is_exact_by_a_given_clock(
     server: Single, key: str, wire: str, algorithm: AlgorithmName
 ) -> None:
@@ -93,7 +93,7 @@ def test_retry_after_is_exact_by_a_given_clock(
 
 
 @both_wires
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_waiting_for_retry_after_is_enough_by_the_servers_clock(
     server: Single, key: str, wire: str, algorithm: AlgorithmName
 ) -> None:
@@ -231,7 +231,7 @@ def test_a_closed_store_does_not_answer_from_its_cache(server: Single, key: str)
     assert limiter.check(key).degraded
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_a_retry_storm_reaches_the_server_once_for_each_client(
     server: Single, key: str, algorithm: AlgorithmName
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_retry_storm_reaches_the_server_once_for_each_client(
 
 
 @both_wires
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_an_admission_costs_two_calls_where_units_come_back_all_the_time(
     server: Single, key: str, wire: str, algorithm: AlgorithmName
 ) -> None:
@@ -284,7 +284,7 @@ def test_several_rules_of_one_client_cost_no_more(server: Single, key: str) -> N
     """One rule of each algorithm: the denial of one of them is the answer to the request."""
     rules = [
         {"id": name, "by": ["user"], "limits": [{"limit": 20, "per": "200ms", "algorithm": name}]}
-        for name in ALGORITHM_NAMES
+        for name in UNIT_ALGORITHMS
     ]
     clock = ManualClock(1_700_000_000)
     store = open_store(server.uri, clock, deadline_ms=60_000)

@@ -14,7 +14,7 @@ from time import time_ns
 import pytest
 
 from ratekeeper import Limit
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.store import LocalCounter, LocalStore
 from ratekeeper.decide.stores import open_store
 from tests.answering import AnsweringStore
@@ -23,7 +23,7 @@ from tests.integration.redis_wires import key_of, log_key_of
 from tests.parity.server_times import timed
 from tests.redis_servers import Single, until
 
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+every_algorithm = pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 
 YEAR = 366 * 86_400
 MS_PER_S = 1_000
@@ -242,7 +242,7 @@ def test_a_busy_key_is_extended_in_time(server: Single, store: LocalStore) -> No
     """A key checked without pause for two and a half windows never expires before it is whole."""
     counters = {
         algorithm: store.counter([Limit(100, 1, algorithm=algorithm)], "")
-        for algorithm in ALGORITHM_NAMES
+        for algorithm in UNIT_ALGORITHMS
     }
     times = {algorithm: timed(counter) for algorithm, counter in counters.items()}
     names = {key_of(algorithm): algorithm for algorithm in counters}

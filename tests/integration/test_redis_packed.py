@@ -13,7 +13,7 @@ import pytest
 
 from ratekeeper import AsyncLimiter, Limit, Limiter, StoreFull, StoreUnavailable
 from ratekeeper.core.clock import SystemClock
-from ratekeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.core.model import UNIT_ALGORITHMS
 from ratekeeper.decide.store import LocalStore
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
@@ -26,7 +26,7 @@ from tests.integration.redis_wires import YEAR, key_of, log_key_of
 from tests.redis_servers import Single, until
 
 SECONDS_MAX = 20.0
-PACKED: tuple[Any, ...] = tuple(name for name in ALGORITHM_NAMES if name != "sliding_window_log")
+PACKED: tuple[Any, ...] = tuple(name for name in UNIT_ALGORITHMS if name != "sliding_window_log")
 every_packed_algorithm = pytest.mark.parametrize("algorithm", PACKED)
 
 
@@ -96,6 +96,16 @@ def test_a_state_of_one_limit_takes_less_than_50_bytes(algorithm: Any, server: S
     if algorithm == "token_bucket":
         assert grown / subjects < 50
     assert server.admin.object("ENCODING", keys[0]) in {"listpack", "ziplist"}
+
+
+@every_packed_algorithm
+def test_a_full_refund_leaves_no_state(algorithm: Any, server: Single, store: LocalStore) -> None:
+    """The quota is untouched again, so the server stores nothing of it."""
+    counter = store.counter([Limit(10, per=YEAR, algorithm=algorithm)], "r")
+    decision = counter.check("k", 3)
+    assert server.admin.keys()
+    counter.refund("k", 3, decision.charged_ns)
+    assert not server.admin.keys()
 
 
 def test_several_limits_and_grants_stay_in_the_packed_form(

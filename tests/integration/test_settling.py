@@ -6,6 +6,7 @@ another limit. The limits are on Redis, where both have a key of their own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from ratekeeper import AsyncLimiter, Limit, Limiter, Request
 from ratekeeper.asgi import RateLimit
+from tests.history.databases import until_async
 from tests.redis_servers import running
 from tests.service.http.client import http_service
 from tests.web.asgi_driver import ask, hello
@@ -101,3 +103,20 @@ async def test_settled_units_are_seen_by_the_next_check(door: Door) -> None:
         served += 10
         assert served <= 100
     assert served == 100
+
+
+async def test_a_cancelled_settlement_with_a_name_is_made() -> None:
+    """Its name may be known to the store already: a second attempt would change nothing."""
+    server = running("single")
+    server.flush()
+    uri = f"{server.uri}?deadline_ms=10000&connect_ms=10000"
+    async with AsyncLimiter(LIMITS, store=uri) as limiter:
+        await limiter.check("k")
+        task = asyncio.create_task(limiter.settle("k", 1, 31, reservation="request-1"))
+        await asyncio.sleep(0)  # it has sent the name
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await limiter.settle("k", 1, 31, reservation="request-1")).repeated
+        with Limiter(LIMITS, store=uri) as other:
+            await until_async(lambda: other.peek("k", 0).remaining == 69, "the units are charged")

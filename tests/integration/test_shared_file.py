@@ -17,7 +17,7 @@ from random import Random
 import pytest
 
 from ratekeeper import ConfigError, Limit, Limiter, StoreFull, StoreUnavailable
-from ratekeeper.core.model import ALGORITHM_NAMES, UNITS_MAX
+from ratekeeper.core.model import UNIT_ALGORITHMS, UNITS_MAX
 from ratekeeper.decide.store import Store
 from ratekeeper.decide.stores import open_store
 
@@ -199,7 +199,7 @@ def test_decisions_on_a_damaged_file_are_well_formed(path: Path) -> None:
     random = Random(1)
     limits = [
         Limit(20, per=60, algorithm=name, name=f"l{number}")
-        for name in ALGORITHM_NAMES
+        for name in UNIT_ALGORITHMS
         for number in range(2)
     ]
     keys = [f"k{number}" for number in range(4)]

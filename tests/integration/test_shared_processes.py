@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ratekeeper import Limit, StoreTimeout
-from ratekeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.core.model import UNIT_ALGORITHMS
 from ratekeeper.decide.store import LocalCounter
 from ratekeeper.decide.stores import open_local_store
 from tests.integration.hammer import TOGETHER_MAX
@@ -40,14 +40,14 @@ def hammer(*arguments: object) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_processes_on_one_key_admit_exactly_the_limit(algorithm: str, tmp_path: Path) -> None:
     """Four processes that check one key are admitted exactly the limit together."""
     result = hammer("exact", tmp_path / "one.limits", algorithm, PROCESSES, 1, 100_000)
     assert result == {"admitted": 100_000, "statuses": [0] * PROCESSES}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_processes_on_many_keys_admit_exactly_the_limit(algorithm: str, tmp_path: Path) -> None:
     """Four processes that check 200 keys are admitted exactly the limit of each key together."""
     result = hammer("exact", tmp_path / "many.limits", algorithm, PROCESSES, 200, 100)

@@ -24,7 +24,7 @@ static rk_limit next_limit(input *in, uint64_t id)
 {
     static const int64_t windows_ns[] = {1000000, 1000000000, 60000000000, 31622400000000000};
     static const int64_t mosts[] = {1, 3, 20, 1000};
-    rk_algorithm algorithm = (rk_algorithm)(next(in) % 5);
+    rk_algorithm algorithm = (rk_algorithm)(next(in) % 6);
     int64_t limit = mosts[next(in) % 4] + next(in) % 8;
     int64_t capacity = algorithm <= RK_LEAKY_BUCKET ? next(in) % 32 : 0;
     return make_limit(algorithm, limit, windows_ns[next(in) % 4], capacity, id);
@@ -57,9 +57,11 @@ static void fuzz_several(rk_table *table, const rk_limit *limits, int count, int
     }
 }
 
-static void call(rk_table *table, const rk_limit *limits, int count, int64_t *now_ns, input *in)
+static void call(rk_table *table, rk_limit *limits, int count, int64_t *now_ns, input *in)
 {
     uint8_t verb = next(in), key = next(in) % 32, units = next(in), time = next(in);
+    for (int i = 0; i < count; i++)
+        limits[i].stamp = units % 16; /* of a request in flight */
     rk_hash subject = rk_subject_hash(table, &key, 1);
     rk_decision decision = {.speaker = 0};
     uint64_t dropped;

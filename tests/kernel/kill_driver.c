@@ -59,10 +59,17 @@ static int64_t remaining(rk_table *table, rk_hash subject, const rk_limit *limit
 
 static bool spend_if_room(rk_table *table, rk_hash subject, const scene *s, int64_t cost)
 {
+    static int64_t stamp = 1000; /* another request in flight each time */
+    rk_limit limits[3];
     rk_decision decision;
     rk_status status;
-    while ((status = rk_check(table, subject, s->limits, s->count, NOW_NS, cost, true,
-                              &decision)) == RK_BUSY)
+    stamp++;
+    for (int i = 0; i < s->count; i++) {
+        limits[i] = s->limits[i];
+        limits[i].stamp = stamp;
+    }
+    while ((status = rk_check(table, subject, limits, s->count, NOW_NS, cost, true, &decision)) ==
+           RK_BUSY)
         REQUIRE(patiently(table, subject, status) == RK_OK, "the lock stays taken");
     REQUIRE(status == RK_FULL || (status == RK_OK && decision.allowed), "status %d", status);
     return status == RK_OK;
@@ -367,6 +374,8 @@ int main(int count, char **arguments)
     rk_limit journal = make_limit(RK_SLIDING_WINDOW_LOG, 1000, YEAR_NS, 0, 3);
     rk_limit small = make_limit(RK_SLIDING_WINDOW_LOG, 20, YEAR_NS, 0, 4);
     rk_limit bucket = make_limit(RK_TOKEN_BUCKET, 20, YEAR_NS, 0, 5);
+    rk_limit slots = make_limit(RK_IN_FLIGHT, 20, YEAR_NS, 0, 6);
+    slots.stamp = 7;
     const scene scenes[] = {
         {"a new key", {token}, 1, 1, 0, false, 0, false},
         {"a known key", {token}, 1, 1, 3, false, 0, false},
@@ -375,6 +384,9 @@ int main(int count, char **arguments)
         {"three limits at once", {token, counter, journal}, 3, 5, 7, false, 0, false},
         {"a grant drawn on", {token, small}, 2, 17, 8, true, 0, false},
         {"a debt", {bucket, small}, 2, 17, 8, false, 0, true},
+        {"a request in flight", {slots, token}, 2, 1, 0, false, 0, false},
+        {"another in flight", {token, slots, journal}, 3, 1, 2, false, 0, false},
+        {"slots that grow", {slots, journal}, 2, 1, 3, false, 0, false},
     };
     char path[512];
     snprintf(path, sizeof path, "%s/kill.limits", arguments[1]);

@@ -23,7 +23,7 @@ from ratekeeper import (
     Request,
     StoreFull,
 )
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.testing import ManualClock, limiting_off
 from tests.clocks import LateClock, ShortClock, TickingClock
@@ -57,7 +57,7 @@ def limiter(clock: ManualClock) -> AsyncLimiter:
     return AsyncLimiter("2/20s", clock=clock, name="orders")
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 async def test_the_decisions_equal_those_of_limiter(algorithm: AlgorithmName) -> None:
     """Both limiters make the same decisions, field by field, on the same trace of verbs."""
     clock = ManualClock()

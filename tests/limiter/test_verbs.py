@@ -133,6 +133,23 @@ rules:
     assert left == [0, 960]
 
 
+def test_a_rule_that_was_charged_nothing_is_settled(make_limiter: Any) -> None:
+    """A check that reserves 0 tokens has charged the rule of requests only."""
+    limiter = make_limiter(
+        rules="""
+version: 1
+rules:
+  - {id: requests, by: user, limits: 10/minute}
+  - {id: tokens, by: user, unit: tokens, limits: 1000/day}
+"""
+    )
+    ann, reserved = Request(user="ann"), {"tokens": 0}
+    decision = limiter.check(ann, costs=reserved)
+    limiter.settle(ann, reserved, {"tokens": 40}, decision)
+    left = [rule.decision.remaining for rule in limiter.explain(ann, 0).rules]
+    assert left == [9, 960]
+
+
 def test_a_settlement_that_failed_can_be_repeated(make_limiter: Any) -> None:
     """Its mark is removed with the error."""
     limiter = make_limiter("10/minute")

@@ -161,3 +161,11 @@ def test_forked_workers_write_their_own_counts(tmp_path: Path) -> None:
         ("forked", "*", "allowed"): 4,
         ("forked", "*", "denied"): 2,
     }
+
+
+def test_a_wrong_settlement_does_not_break_the_metrics(registry: CollectorRegistry) -> None:
+    """A number of 400 digits would make a counter that no scrape could read again."""
+    with Limiter("2/minute", name="prom-settled") as limiter:
+        assert limiter.settle("k", 0, 10**400).forgiven > 10**399
+        limiter.check("k")
+        assert scraped(registry, "prom-settled") == {("prom-settled", "*", "denied"): 1}

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from ratekeeper import Decision, Limit
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, decision_with
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName, decision_with
 from ratekeeper.core.rates import scaled
 from ratekeeper.decide.leasing import Lease
 from ratekeeper.decide.stores import open_store
@@ -98,7 +98,7 @@ def assert_alike(reference: LeasePlay, redis: LeasePlay, seed: int) -> None:
         assert got == wanted, f"seed {seed}, step {number} on {reference.limits}"
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_leases_of_one_limit(algorithm: AlgorithmName) -> None:
     """Lease, give back, late charge and all other verbs."""
     leased = 0
@@ -110,7 +110,7 @@ def test_leases_of_one_limit(algorithm: AlgorithmName) -> None:
     running("single").flush()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_leases_of_a_limit_that_changes(algorithm: AlgorithmName) -> None:
     """Leases and late charges of earlier limits, which were lower or higher."""
     for seed in range(TRACES):
@@ -124,12 +124,12 @@ def test_leases_of_several_limits(kind: str, traces: int) -> None:
     """The limits of a rule lease together."""
     for seed in range(traces):
         random = Random(-1 - seed)
-        algorithms = random.choices(ALGORITHM_NAMES, k=random.choice((2, 3)))
+        algorithms = random.choices(UNIT_ALGORITHMS, k=random.choice((2, 3)))
         assert_alike(*played(seed, kind, *algorithms), seed)
     running(kind).flush()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_never_over_on_redis(algorithm: AlgorithmName) -> None:
     """Whenever nodes spend their leases, no interval admits more than its bound.
 

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from ratekeeper import Limiter
 from ratekeeper.core.model import Limit
 from ratekeeper.decide.store import LocalStore
 from ratekeeper.decide.stores.redis.codec import is_log
@@ -145,6 +146,25 @@ def test_debts_agree(shard: int, tmp_path: Path) -> None:
         with OPENERS["redis"](clock, 0, tmp_path) as store:
             trace(seed, store, clock, owes=True)
             assert server.admin.keys() == []
+
+
+def test_the_debt_of_a_log_is_copied_in_blocks(tmp_path: Path) -> None:
+    """Debt enters a log of 300 times. One by one, a million would take seconds of the server."""
+    server = running("single")
+    server.flush()
+    limit, clock = Limit(1_000, per=60, algorithm="sliding_window_log"), ManualClock()
+    with OPENERS["redis"](clock, 0, tmp_path) as store, Limiter(limit, clock=clock) as memory:
+        redis = Limiter(limit, store=store, clock=clock)
+        for _ in range(300):
+            assert memory.check("k", 2) == redis.check("k", 2)
+            clock.advance(0.1)
+        for pause_s, units in ((0, 2_900), (50, 1), (45, 700), (61, 5), (130, 1)):
+            clock.advance(pause_s)
+            server.admin.config_resetstat()
+            assert memory.settle("k", 0, units) == redis.settle("k", 0, units)
+            assert server.admin.info("commandstats")["cmdstat_getrange"]["calls"] < 200
+            for cost in (1, 400, 999):
+                assert memory.peek("k", cost) == redis.peek("k", cost)
 
 
 @pytest.mark.parametrize("name", ["redis-async", "cluster", "cluster-async"])

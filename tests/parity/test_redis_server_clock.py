@@ -11,7 +11,7 @@ import pytest
 
 import ratekeeper.core.clock
 from ratekeeper.core.clock import SystemClock
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, DECISION_FIELDS, Limit
+from ratekeeper.core.model import BUCKETS, DECISION_FIELDS, UNIT_ALGORITHMS, Limit
 from ratekeeper.decide.store import LocalCounter, LocalStore
 from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import ALGORITHMS_US
@@ -31,7 +31,7 @@ def short_limits(random: Random) -> tuple[Limit, ...]:
     """One to three limits that fill and empty many times in a trace."""
     found = []
     for index in range(random.choice((1, 1, 2, 3))):
-        algorithm = random.choice(ALGORITHM_NAMES)
+        algorithm = random.choice(UNIT_ALGORITHMS)
         units = random.choice((1, 3, 10, 70, 1_000))
         capacity = random.randint(1, 2 * units) if algorithm in BUCKETS else 0
         per = random.choice(WINDOWS_S)

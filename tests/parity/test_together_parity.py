@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratekeeper import CapacityError, Limit, StoreError
-from ratekeeper.core.model import ALGORITHM_NAMES, decision_fields
+from ratekeeper.core.model import UNIT_ALGORITHMS, decision_fields
 from ratekeeper.decide.store import Answer, Charge, LocalCounter, LocalStore
 from ratekeeper.decide.stores import open_local_store
 from ratekeeper.decide.stores.memory import PythonMemoryStore
@@ -26,7 +26,7 @@ limits_drawn = st.builds(
     Limit,
     st.integers(1, 12),
     per=st.sampled_from((1, 7, 60)),
-    algorithm=st.sampled_from(ALGORITHM_NAMES),
+    algorithm=st.sampled_from(UNIT_ALGORITHMS),
 )
 # Limits of one rule: each counter of the rule has some of them, and their counts in common.
 rules_drawn = st.lists(st.lists(limits_drawn, min_size=1, max_size=3), min_size=1, max_size=3)

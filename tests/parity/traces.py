@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName, Limit
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, AlgorithmName, Limit
 
 WINDOWS_US = (1_000, 7_000, 999_999, 1_000_000, 1_500_000, 60_000_000, 86_400_000_000)
 # Most refunds undo one of the latest charges.
@@ -61,7 +61,7 @@ def random_limits(random: Random) -> tuple[Limit, ...]:
     """Return one to four limits of any algorithm, with different names."""
     count = random.choice((1, 1, 2, 4))
     return tuple(
-        random_limit(random, random.choice(ALGORITHM_NAMES), f"limit-{index}")
+        random_limit(random, random.choice(UNIT_ALGORITHMS), f"limit-{index}")
         for index in range(count)
     )
 

@@ -13,7 +13,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from ratekeeper import CapacityError, Decision, Limit
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName
 from ratekeeper.decide.allowances import CLAIM_NS
 from ratekeeper.decide.leasing import GiveBack, LateCharge, LeaseCheck, LeaseTerms
 from ratekeeper.decide.store import LocalCounter
@@ -53,7 +53,7 @@ def leased_limits(draw: st.DrawFn, algorithm: AlgorithmName, name: str = "") -> 
 @st.composite
 def several_leased_limits(draw: st.DrawFn) -> list[Limit]:
     """One to three limits of any algorithm."""
-    algorithms = draw(st.lists(st.sampled_from(ALGORITHM_NAMES), min_size=1, max_size=3))
+    algorithms = draw(st.lists(st.sampled_from(UNIT_ALGORITHMS), min_size=1, max_size=3))
     return [draw(leased_limits(each, f"n{at}")) for at, each in enumerate(algorithms)]
 
 

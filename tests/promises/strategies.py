@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ratekeeper import CapacityError, Decision, Limit
 from ratekeeper.core.model import (
-    ALGORITHM_NAMES,
     BUCKETS,
+    UNIT_ALGORITHMS,
     UNITS_MAX,
     WINDOW_NS_MAX,
     AlgorithmName,
@@ -141,7 +141,7 @@ def limit_of(
 def several_limits(draw: st.DrawFn, units_max: int = UNITS_MAX) -> list[Limit]:
     """Two or three limits of any algorithm, each with a name. Their windows are mostly within a
     factor of 60, because a much longer one would rarely bind."""
-    algorithms = draw(st.lists(st.sampled_from(ALGORITHM_NAMES), min_size=2, max_size=3))
+    algorithms = draw(st.lists(st.sampled_from(UNIT_ALGORITHMS), min_size=2, max_size=3))
     shortest_us = draw(windows_us())
     found = []
     for index, algorithm in enumerate(algorithms):

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, CONSISTENCIES
+from ratekeeper.core.model import BUCKETS, CONSISTENCIES, UNIT_ALGORITHMS
 from ratekeeper.regions.settings import ACROSS_REGIONS
 from ratekeeper.rules.document.model import (
     ENVOY_QUOTAS,
@@ -68,7 +68,7 @@ subjects = st.sampled_from(
 
 @st.composite
 def limits_in_full(draw: st.DrawFn, window: str, named: bool) -> Data:
-    algorithm = draw(st.sampled_from(ALGORITHM_NAMES))
+    algorithm = draw(st.sampled_from(UNIT_ALGORITHMS))
     limit: Data = {"limit": draw(st.integers(1, 1_000_000))}
     seconds = SECONDS[window]
     limit["per"] = draw(st.sampled_from([seconds, window]))

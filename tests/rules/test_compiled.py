@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper import ConfigError, InvalidCost, InvalidKey, Limit, Request, parse_limits
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency, Limits
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, Consistency, Limits
 from ratekeeper.core.rates import scaled
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
@@ -330,7 +330,7 @@ def test_scaling(limit: Limit, factor: float, found: Limit) -> None:
 
 
 @given(
-    st.sampled_from(ALGORITHM_NAMES),
+    st.sampled_from(UNIT_ALGORITHMS),
     st.integers(1, 10**6),
     st.integers(1, 10**9),
     st.sampled_from([0.001, 1, 60, 86400, 366 * 86400]),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper import AsyncLimiter, CapacityError, Limit, Limiter, Request
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS
 from ratekeeper.decide.regional import RegionalUsage, RegionPart
 from ratekeeper.decide.store import Store
 from ratekeeper.rules.splitting import part_count, part_limits, shares_of, usage_of_parts
@@ -21,7 +21,7 @@ RULES = "version: 1\nrules:\n  - {id: hot, by: user, limits: %s, split: %d}\n"
 ANN = Request(user="ann")
 
 
-@given(limit=st.sampled_from(ALGORITHM_NAMES).flatmap(any_limits), split=st.integers(1, 64))
+@given(limit=st.sampled_from(UNIT_ALGORITHMS).flatmap(any_limits), split=st.integers(1, 64))
 def test_the_parts_add_up_to_the_whole(limit: Limit, split: int) -> None:
     """The rates add up, and so do the capacities of buckets."""
     parts = part_count([limit], split)

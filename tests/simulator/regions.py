@@ -36,7 +36,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import CapacityError, StoreError, StoreUnavailable
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Decision, Limit, Limits
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, Decision, Limit, Limits
 from ratekeeper.decide.regional import (
     Accepted,
     AcrossRegions,
@@ -781,7 +781,7 @@ def random_regions(seed: int) -> RegionsPlan:
     limit = Limit(
         random.choice((20, 100, 500)),
         per=random.choice((2, 5, 20, 60)),
-        algorithm=random.choice(ALGORITHM_NAMES),
+        algorithm=random.choice(UNIT_ALGORITHMS),
     )
     is_faulty = random.random() < 0.8
     # At most some hundred requests a second, so that a trial takes a second.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS, State
 from tests.simulator.checkers import CentralLimiter, NeverOver, percentile
 
@@ -26,7 +26,7 @@ def _checked(limit: Limit, admitted: Arrivals) -> NeverOver:
     return checker
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 @given(arrivals=arrivals)
 def test_what_the_algorithm_admits_is_never_over(
     algorithm: AlgorithmName, arrivals: Arrivals
@@ -69,7 +69,7 @@ def test_the_bound_is_that_of_every_interval(algorithm: AlgorithmName, arrivals:
     assert checker.over.get("user", 0) == pytest.approx(worst, abs=1.0)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_one_unit_more_is_found(algorithm: AlgorithmName) -> None:
     """A full limit and one unit more at the same instant is a violation, which names the node."""
     limit = Limit(5, per=2, algorithm=algorithm)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from ratekeeper.core.model import ALGORITHM_NAMES, Limit
+from ratekeeper.core.model import UNIT_ALGORITHMS, Limit
 from tests.simulator.faults import random_faults
 from tests.simulator.fleet import FleetPlan, SimulatedFleet
 from tests.simulator.network import seeded
@@ -52,7 +52,7 @@ def random_plan(seed: int) -> FleetPlan:
 def _random_limit(random: Random) -> Limit:
     units = random.choice((5, 20, 100, 500))
     seconds = random.choice((0.5, 1, 2, 5, 10))
-    algorithm = random.choice((*ALGORITHM_NAMES, "token_bucket"))
+    algorithm = random.choice((*UNIT_ALGORITHMS, "token_bucket"))
     if algorithm == "token_bucket" and random.random() < 0.3:
         every = random.choice((0.1, 0.25)) * seconds
         return Limit(units, per=seconds, refill_every=every)

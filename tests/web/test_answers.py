@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ratekeeper import CapacityError, ConfigError, Decision, Limit, Limiter
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import (
-    ALGORITHM_NAMES,
+    UNIT_ALGORITHMS,
     WINDOW_NS_MAX,
     AppliedRule,
     CheckResult,
@@ -478,7 +478,7 @@ LIMITS = st.builds(
     Limit,
     st.integers(1, 1_000_000),
     per=st.sampled_from([0.001, 0.1, 1, 1.5, 60, 3600, 86_400 * 366]),
-    algorithm=st.sampled_from(ALGORITHM_NAMES),
+    algorithm=st.sampled_from(UNIT_ALGORITHMS),
     name=st.sampled_from(["", "burst", "größe", 'a"b']),
 )
 NAMES = st.text(max_size=30)

@@ -33,11 +33,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from ratekeeper.control import snapshot as snapshots
 from ratekeeper.core import forks
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.errors import ConfigError, RatekeeperError, StoreError, StoreTimeout, show
 from ratekeeper.decide.store import Channel, Store, Subscription, shared_store
 from ratekeeper.rules.document.model import Document, Rules
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 # Not the shared generator: an application that seeds it gets the same numbers, whatever our
 # background threads draw meanwhile.
-_random = SystemRandom()
 
 POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 3600.0
@@ -328,7 +327,7 @@ def without_secrets(url: str) -> str:
 
 
 def _jittered(period_s: float) -> float:
-    return period_s * _random.uniform(1 - JITTER, 1 + JITTER)
+    return period_s * RANDOM.uniform(1 - JITTER, 1 + JITTER)
 
 
 # ── The first version ──────────────────────────────────────────────────────────────────────────
@@ -568,7 +567,7 @@ class Follower:
         self._entry_snapshot = _entry_snapshot(self._snapshot)
         # Not at once: the store must notice the fork first, and a server that forks fifty workers
         # would open fifty connections in one moment.
-        self._start(first_pause_s=_random.uniform(FORKED_S_MIN, FORKED_S_MAX))
+        self._start(first_pause_s=RANDOM.uniform(FORKED_S_MIN, FORKED_S_MAX))
 
     def _start(self, first_pause_s: float) -> None:
         self._thread = threading.Thread(
@@ -625,7 +624,7 @@ class Follower:
         with suppress(TimeoutError):
             async with asyncio.timeout(_jittered(self._poll_s)):
                 await self._wake.wait()
-                await asyncio.sleep(_random.uniform(0, HINT_SPREAD_S))
+                await asyncio.sleep(RANDOM.uniform(0, HINT_SPREAD_S))
 
     async def _update(self, source: RulesSource) -> bool:
         """Query the source and put a new version into force; return True if that worked."""
@@ -754,7 +753,7 @@ class RetryPause:
     def next_s(self) -> float:
         """Return the next pause, with a random part so that a fleet does not retry together."""
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S_FIRST), PAUSE_S_LONGEST)
-        return self._pause_s * _random.uniform(0.5, 1)
+        return self._pause_s * RANDOM.uniform(0.5, 1)
 
     def reset(self) -> None:
         """Begin with the first pause again, after a success."""

@@ -23,7 +23,6 @@ nothing changes.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from ratekeeper.control.database import CHANNEL, Database, listen
 from ratekeeper.control.edits import DocumentText, document_diff, has_other_comments, kept_text
 from ratekeeper.control.entries import EntryRows, check_signature
 from ratekeeper.control.schema import audit, bring_up_to_date, versions
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.errors import (
     ConfigError,
     SafetyFinding,
@@ -328,7 +328,7 @@ class Repository:
                     if attempt == EDIT_ATTEMPTS_MAX or expected is not None:
                         raise
                 longest = min(_PAUSE_SECONDS_MAX, _PAUSE_SECONDS_MIN * 2**attempt)
-                await asyncio.sleep(random.uniform(0, longest))  # noqa: S311 - no secret
+                await asyncio.sleep(RANDOM.uniform(0, longest))
         raise AssertionError("the last attempt returns or raises")
 
     async def _apply(

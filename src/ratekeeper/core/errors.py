@@ -14,6 +14,7 @@
     │   ├── StoreFull          no room for another key
     │   ├── StoreTimeout       the deadline passed before the store answered
     │   └── StoreUnavailable   the store cannot be opened or reached
+    ├── SlotLost               a request in flight has outlived its slot, and others have taken it
     └── LimitExceeded          a denial, where the caller wants an exception
 
 The branches follow what the caller does about the error. A denial is a Decision, not an error. Only
@@ -224,6 +225,13 @@ class StoreTimeout(StoreError):
 
 class StoreUnavailable(StoreError):
     """The store cannot be opened or reached."""
+
+
+class SlotLost(RatekeeperError):
+    """A request in flight was not renewed in time, and other requests have all the slots.
+
+    The request goes on beyond the limit. It should end soon.
+    """
 
 
 class LimitExceeded(RatekeeperError):

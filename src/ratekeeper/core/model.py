@@ -24,6 +24,7 @@ AlgorithmName = Literal[
     "sliding_window_log",
     "sliding_window_counter",
     "fixed_window",
+    "in_flight",
 ]
 """The algorithm of a limit; docs/choosing.md compares them."""
 ALGORITHM_NAMES: Final[tuple[AlgorithmName, ...]] = get_args(AlgorithmName)
@@ -32,6 +33,11 @@ ALGORITHM_NAMES: Final[tuple[AlgorithmName, ...]] = get_args(AlgorithmName)
 PenaltyKind = Literal["cooldown", "block"]
 
 BUCKETS: Final = frozenset({"token_bucket", "leaky_bucket"})
+IN_FLIGHT: Final = "in_flight"
+# Those that count units, which is all but IN_FLIGHT.
+UNIT_ALGORITHMS: Final[tuple[AlgorithmName, ...]] = tuple(
+    name for name in ALGORITHM_NAMES if name != IN_FLIGHT
+)
 # A count of one window means nothing in a window of another length, so for these two algorithms
 # the length is part of the limit's identity. A bucket's level and a log's times are valid with any.
 WINDOW_COUNTS: Final = frozenset({"sliding_window_counter", "fixed_window"})
@@ -44,6 +50,8 @@ MICROS_PER_UNIT: Final = 1_000_000
 UNITS_MAX: Final = 1_000_000_000
 # The log keeps 8 bytes for every admission in the window: 8 MB per key at this limit.
 LOG_UNITS_MAX: Final = 1_000_000
+# Stores keep 16 bytes for each request in flight, and a check may read them all.
+IN_FLIGHT_MAX: Final = 10_000
 WINDOW_NS_MIN: Final = 1_000_000
 WINDOW_NS_MAX: Final = 366 * 86_400 * NS_PER_SECOND
 # Redis has a clock in microseconds. A window of whole microseconds has the same length everywhere.
@@ -58,6 +66,13 @@ _DEBT_NS: Final = 600 * NS_PER_SECOND
 NAME_LENGTH_MAX: Final = 128
 
 
+def units_max_of(algorithm: AlgorithmName) -> int:
+    """Return the highest limit that an algorithm counts."""
+    if algorithm == IN_FLIGHT:
+        return IN_FLIGHT_MAX
+    return LOG_UNITS_MAX if algorithm == "sliding_window_log" else UNITS_MAX
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """A number of units per time, with an algorithm.
@@ -70,8 +85,10 @@ class Limit:
     60.0
 
     `limit`      units, 1 to 1,000,000,000 (sliding_window_log: to 1,000,000).
+                 Of in_flight: requests at once, 1 to 10,000.
     `per`        the window: seconds or a timedelta, 1 ms to a year in whole microseconds.
-    `algorithm`  one of five; docs/choosing.md compares them.
+                 Of in_flight: the longest time that one request may take.
+    `algorithm`  one of six; docs/choosing.md compares them.
     `burst`      units above the steady rate that a bucket can hold.
     `capacity`   all units that a bucket can hold; by default limit + burst.
     `name`       the limit's name. Counts are stored under the name or, without a name, under
@@ -112,7 +129,7 @@ class Limit:
                 f"algorithm={show(self.algorithm)} is not known; "
                 f"choose one of {', '.join(ALGORITHM_NAMES)}"
             )
-        units_max = LOG_UNITS_MAX if self.algorithm == "sliding_window_log" else UNITS_MAX
+        units_max = units_max_of(self.algorithm)
         _check_units("limit", self.limit, 1, units_max)
         _check_units("burst", self.burst, 0, UNITS_MAX)
         _check_units("capacity", self.capacity, 0, UNITS_MAX)
@@ -150,9 +167,14 @@ class Limit:
         return self.debt
 
     def _check_bucket_fields(self) -> None:
+        if self.algorithm == IN_FLIGHT and self.debt is not None:
+            raise ConfigError(
+                "in_flight has no debt: a request takes one slot, whatever its cost; leave it out"
+            )
         if self.algorithm not in BUCKETS and (self.burst or self.capacity):
             raise ConfigError(
-                f"{self.algorithm} has no burst or capacity: it counts in a window; "
+                f"{self.algorithm} has no burst or capacity: it counts "
+                f"{'requests' if self.algorithm == IN_FLIGHT else 'in a window'}; "
                 f"raise limit instead, or choose token_bucket or leaky_bucket"
             )
         if self.burst and self.capacity and self.capacity != self.limit + self.burst:
@@ -188,7 +210,7 @@ class Limit:
     @property
     def identity(self) -> str:
         """The name under which counts are stored. It does not contain numbers that may change."""
-        if self.name and self.algorithm not in WINDOW_COUNTS:
+        if self.algorithm == IN_FLIGHT or (self.name and self.algorithm not in WINDOW_COUNTS):
             return f"{self.algorithm}={self.name}"
         window_us = self.window_ns // WINDOW_NS_STEP
         return f"{self.algorithm}/{window_us}={self.name}"
@@ -213,6 +235,8 @@ class Limit:
         debt = "" if self.debt is None else f" debt {self.debt}"
         if self.algorithm == "sliding_window_log":
             return f"{self.limit} in any {per}{debt}"
+        if self.algorithm == IN_FLIGHT:
+            return f"{self.limit} at once for {duration_text(self.window_ns)}"
         room = f" burst {self.burst}" if self.burst else f" capacity {self.capacity}"
         words = [
             room if self.capacity != self.limit else "",

@@ -1,7 +1,8 @@
-"""Rate strings: `100/minute`, `5 in any minute`, `1000/hour burst 200`, `100/day; 10/second`.
+"""Rate strings: `100/minute`, `5 in any minute`, `20 at once for 60s`, `100/day; 10/second`.
 
     rates  = rate *( ( ";" | "," | "|" ) rate )
     rate   = count ( "/" | "per" ) time *option | count "in any" time [ "debt" count ]
+           | count "at once for" time
     option = "burst" count | "capacity" count | "refill" time | "debt" count | algorithm
     time   = [ number ] unit
     count  = digits, with "_" between them if you like
@@ -10,9 +11,12 @@
 `5 in any minute` is a `sliding_window_log`: no minute has more than 5, wherever it starts. Its only
 option is `debt`: a burst would be more than 5 in some minute.
 
+`20 at once for 60s` counts requests in flight (`in_flight`): at most 20 at the same time, and each
+for at most 60 s unless its slot is renewed. It has no options either.
+
 The options of a rate are in any order, each at most once. `algorithm` is the name of one, as in
-`5/minute fixed_window`. A rate that names an algorithm, or is `in any` time, has that one; the
-`algorithm` that the caller passes applies to the other rates. `str` of a Limit is its rate string.
+`5/minute fixed_window`. A rate that names an algorithm, or has `in any` or `at once`, has that one;
+the `algorithm` that the caller passes applies to the others. `str` of a Limit is its rate string.
 
 Units go from milliseconds to years. Each has a few spellings, and a prefix of a spelling is not a
 spelling: `m` is a minute and `month` is a month, never the other way round. A month has 30 days and
@@ -32,16 +36,17 @@ from typing import Any, Final, NoReturn
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError, RateSyntaxError, show
 from ratekeeper.core.model import (
-    ALGORITHM_NAMES,
     BUCKETS,
-    LOG_UNITS_MAX,
+    IN_FLIGHT,
     REFILL_NS_MAX,
+    UNIT_ALGORITHMS,
     UNITS_MAX,
     WINDOW_NS_MAX,
     WINDOW_NS_MIN,
     WINDOW_NS_STEP,
     AlgorithmName,
     Limit,
+    units_max_of,
 )
 
 LimitsArgument = str | Limit | Sequence[str | Limit]
@@ -49,7 +54,7 @@ LimitsArgument = str | Limit | Sequence[str | Limit]
 
 TEXT_LENGTH_MAX: Final = 1_000
 LIMITS_MAX: Final = 16
-EXAMPLE: Final = "100/minute, 5 in any minute, 1000/hour burst 200, or 10/second; 1000/day"
+EXAMPLE: Final = "100/minute, 5 in any minute, 20 at once for 60s, or 10/second; 1000/day burst 9"
 
 _SECOND: Final = NS_PER_SECOND
 _UNIT_SPELLINGS: Final[dict[int, str]] = {
@@ -92,7 +97,7 @@ def parse_limits(text: str, *, algorithm: AlgorithmName = "token_bucket") -> tup
     >>> parse_limits("5 in any minute, 100/day")
     (Limit(5, per=60, algorithm='sliding_window_log'), Limit(100, per=86400))
 
-    `algorithm` is that of the rates that name none and are not `in any` time. Raises
+    `algorithm` is that of the rates that name none and are not `in any` time or `at once`. Raises
     RateSyntaxError, which points at the first wrong character.
     """
     return _Parser(text, algorithm).limits()
@@ -133,7 +138,7 @@ class _Parser:
             if separator is None:
                 self._fail(
                     f"{self._meant_algorithm()}expected 'burst', 'capacity', 'refill', "
-                    f"'debt', an algorithm ({', '.join(ALGORITHM_NAMES)}), ';' before another "
+                    f"'debt', an algorithm ({', '.join(UNIT_ALGORITHMS)}), ';' before another "
                     f"limit, or the end"
                 )
             self._advance(separator.end())
@@ -147,10 +152,12 @@ class _Parser:
         count = self._count("how many units, a whole number")
         if self._take_word("in"):
             window_ns, options = self._in_any(count)
+        elif self._take_word("at"):
+            window_ns, options = self._at_once(count)
         elif self._take_mark("/") or self._take_word("per"):
             window_ns, options = self._window_ns(), self._options()
         else:
-            self._fail("expected '/', 'per' or 'in any' after the number of units")
+            self._fail("expected '/', 'per', 'in any' or 'at once for' after the number of units")
         try:
             return Limit(
                 count,
@@ -173,11 +180,23 @@ class _Parser:
             )
         return window_ns, {"algorithm": "sliding_window_log", **options}
 
+    def _at_once(self, count: int) -> tuple[int, dict[str, Any]]:
+        """Read the words after `at`, and return the longest time with the arguments of Limit."""
+        if not (self._take_word("once") and self._take_word("for")):
+            self._fail(f"expected the longest time of a request, as in '{count} at once for 60s',")
+        window_ns = self._window_ns()
+        if not (self._at_end() or _SEPARATOR.match(self._text, self._position)):
+            self._fail(
+                "'at once' counts requests in flight, so it has no burst, capacity, refill or "
+                "other algorithm; expected ';' before another limit, or the end"
+            )
+        return window_ns, {"algorithm": "in_flight"}
+
     def _meant_algorithm(self) -> str:
         """Return a question for a word that is written like an algorithm."""
         word = _DASHED.match(self._text, self._position)
         name = "" if word is None else word[0].lower().replace("-", "_")
-        close = get_close_matches(name, ALGORITHM_NAMES, n=1)
+        close = get_close_matches(name, UNIT_ALGORITHMS, n=1)
         return f"did you mean {close[0]}? " if close else ""
 
     def _options(self) -> dict[str, Any]:
@@ -185,7 +204,7 @@ class _Parser:
         found: dict[str, Any] = {}
         while (match := _TOKEN.match(self._text, self._position)) and match["word"]:
             word = match["word"].lower()
-            name = "algorithm" if word in ALGORITHM_NAMES else _OPTIONS.get(word, "")
+            name = "algorithm" if word in UNIT_ALGORITHMS else _OPTIONS.get(word, "")
             if not name:
                 break
             if name in found:
@@ -267,8 +286,10 @@ class _Parser:
 
 def check_cost_fits(cost: int, limits: LimitsArgument) -> None:
     """Raise ConfigError for a cost of every request that one of the limits can never admit."""
-    least = min(limits_of(limits), key=lambda limit: limit.capacity)
-    if cost > least.capacity:
+    # Of requests in flight, each takes one slot, whatever its cost.
+    counted = [limit for limit in limits_of(limits) if limit.algorithm != IN_FLIGHT]
+    least = min(counted, key=lambda limit: limit.capacity, default=None)
+    if least is not None and cost > least.capacity:
         raise ConfigError(
             f"cost={cost} never fits into {least!r}, so no request could pass; "
             f"use a cost of at most {least.capacity}, or a larger burst"
@@ -315,7 +336,7 @@ def scaled(limits: Sequence[Limit], factor: float | Fraction) -> tuple[Limit, ..
 
 
 def _scaled(limit: Limit, factor: Fraction) -> Limit:
-    most = LOG_UNITS_MAX if limit.algorithm == "sliding_window_log" else UNITS_MAX
+    most = units_max_of(limit.algorithm)
     units = max(1, min(math.floor(limit.limit * factor), most))
     capacity = 0
     if limit.algorithm in BUCKETS:

@@ -15,11 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    Protocol,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.model import Consistency, Decision, Limit, Request
 from ratekeeper.core.steps import Ask, asked, run_async
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 
 if TYPE_CHECKING:
     from ratekeeper.decide.allowances import Allowances
@@ -170,6 +180,35 @@ class CounterOf(Protocol[Decided_co, Owed_co, Done_co]):
 # Of any store, and of one in the memory of this machine, which has every answer.
 Counter = CounterOf[Decision | Ask, int | Ask, Ask | None]
 LocalCounter = CounterOf[Decision, int, None]
+
+
+class SlotCounter(Protocol):
+    """A counter with a limit of requests in flight; all stores have them."""
+
+    @property
+    def stamp(self) -> int:
+        """The stamp of the request that it serves; 0 if it serves all."""
+        ...
+
+    def stamped(self, stamp: int, /) -> Any:
+        """Return the counter of one request, which has this stamp.
+
+        Its check takes a slot of each limit of requests in flight, or renews it. Its refund frees
+        that slot, whatever the units and the time are; with 0 units, it does nothing else. Any
+        other counter only finds out whether a slot is free. See `algorithms/in_flight.py`.
+        """
+        ...
+
+
+def stamped(counter: Counter, stamp: int) -> Counter:
+    """Return the counter of one request; see SlotCounter."""
+    return cast("Counter", cast("SlotCounter", counter).stamped(stamp))
+
+
+def stamp_of(counter: Counter) -> int:
+    """Return the stamp of the request that a counter serves; 0 if it serves all."""
+    found: int = getattr(counter, "stamp", NO_STAMP)  # nodes and regions have no slots
+    return found
 
 
 NEEDS_AUTHORITY: Final = (

@@ -44,6 +44,7 @@ from ratekeeper.decide.store import (
     StoreWrapper,
     require_strict_across,
     shared_store,
+    stamp_of,
 )
 from ratekeeper.decide.stores import open_local_store
 from ratekeeper.fleet.agent import NodeAgent
@@ -318,9 +319,12 @@ def _asking(
     may_fail = [place for place, at in enumerate(rest) if at in optional]
     clock = next((counter.node.now_ns for counter, _ in asked if counter is not None), None)
     asked_ns = 0 if clock is None else clock()
-    # A request with a global rule asks the authority in any case, and takes no lease.
-    is_global = any(isinstance(check.counter, GlobalCounter) for _, check in asked)
-    if not is_global and any(check.terms.wanted for _, check in asked):
+    # A request with a global rule, or with a limit of requests in flight, asks the authority in any
+    # case, and takes no lease.
+    takes_none = any(
+        isinstance(check.counter, GlobalCounter) or stamp_of(check.counter) for _, check in asked
+    )
+    if not takes_none and any(check.terms.wanted for _, check in asked):
         found: list[LeasedAnswer] = yield from leasing(calls.authority, asked, may_fail)
     else:
         plain = [check[:3] for _, check in asked]

@@ -21,9 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from random import random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.history.events import (
@@ -188,7 +188,7 @@ class Recorder:
             is_only = request.user is None and request.tenant is None and len(counted) == 1
             if shadows or not is_only:
                 self._note_denials(request, result, minute)
-        elif random() >= self.share:  # noqa: S311 - a sample
+        elif RANDOM.random() >= self.share:
             return
         noted = self._noted
         if len(noted) >= EVENTS_MAX:

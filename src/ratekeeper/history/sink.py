@@ -34,11 +34,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import text
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.history import tables
 from ratekeeper.history.events import (
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 
 # Not the shared generator: an application that seeds it gets the same numbers, whatever our
 # background threads draw meanwhile.
-_random = SystemRandom()
 
 EVENTS_MAX: Final = 10_000
 BATCH_EVENTS_MAX: Final = 1_000
@@ -233,7 +232,7 @@ class Sink:
             if self._failures == 1:
                 log.warning("records are not written, only kept while they fit: %s", error)
             most = min(RETRY_SECONDS_MIN * 2.0 ** (self._failures - 1), RETRY_SECONDS_MAX)
-            return most * _random.uniform(0.5, 1.0)
+            return most * RANDOM.uniform(0.5, 1.0)
         except ConfigError as error:
             # Tables of another version: a short pause would not help.
             self._failures += 1
@@ -473,7 +472,7 @@ class Sink:
         self._urgent_at_s = now_s + URGENT_SECONDS
         if now_s >= self._trim_at_s:
             # Workers try at different moments, and the first one trims for all.
-            self._trim_at_s = now_s + TRIM_SECONDS * _random.uniform(0.5, 1.0)
+            self._trim_at_s = now_s + TRIM_SECONDS * RANDOM.uniform(0.5, 1.0)
         database_s = await self._database_time_s()
         if await self._trimmer.trim(database_s, urgent=urgent):
             self._days = set()

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from ratekeeper.core import switches
 from ratekeeper.core.costs import Cost, Costs
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import CheckResult, Decision, Request, Settlement, units_of
+from ratekeeper.core.model import IN_FLIGHT, CheckResult, Decision, Request, Settlement, units_of
 from ratekeeper.core.steps import Steps, asked, run, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
@@ -26,6 +26,7 @@ from ratekeeper.limiter.arguments import (
     request_of,
 )
 from ratekeeper.limiter.charges import Owed, RuleCharge
+from ratekeeper.limiter.renewal import renewed_on_loop
 from ratekeeper.limiter.reservations import AsyncReserving, ReservationVerbs
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
@@ -107,9 +108,15 @@ class AsyncLimiter(LimiterSetup):
         """
         return self._check_at_once is not None and "evaluate" not in vars(self)
 
-    async def evaluate_all(self, checks: Sequence[tuple[Key | Request, Cost]]) -> list[CheckResult]:
-        """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""
-        return await run_async(self._evaluate_all(checks))
+    async def evaluate_all(
+        self, checks: Sequence[tuple[Key | Request, Cost]], stamps: Sequence[int] = ()
+    ) -> list[CheckResult]:
+        """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter.
+
+        `stamps` names the slots of each request, as far as the caller has chosen names; 0: it has
+        not. A request that is checked again with its stamp renews its slot.
+        """
+        return await run_async(self._evaluate_all(checks, stamps))
 
     async def settle(
         self,
@@ -144,11 +151,9 @@ class AsyncLimiter(LimiterSetup):
     ) -> list[Owed] | None:
         """Settle charges, unless the store knows a settlement of this reservation of the key.
 
-        Returns None then. If it raises, a later call tries again. Reservations of another `scope`
-        are others.
+        Returns None then. Reservations of another `scope` are others.
         """
-        settling = self._settling(charged, checks, actual)
-        return await run_async(self._once(key, reservation, settling, scope))
+        return await run_async(self._once(key, reservation, charged, checks, actual, scope))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""
@@ -186,6 +191,24 @@ class AsyncLimiter(LimiterSetup):
         owed = [await run_async(asked(counter.owed, part)) for counter, part in check.parts]
         return sum(owed)
 
+    async def in_flight_of(self, check: RuleCheck) -> int | None:
+        """Return the requests in flight of a rule; None if none of its limits counts them.
+
+        Of several limits the most; those of the parts of a split rule are added. Raises StoreError.
+        """
+        if not check.prepared.has_slots:
+            return None
+        found = 0
+        for counter, part in check.parts:
+            taken = 0
+            for limit in counter.limits:
+                if limit.algorithm == IN_FLIGHT:
+                    alone = self._store.counter((limit,), check.rule.id)
+                    look = await run_async(asked(alone.peek, part, 0))
+                    taken = max(taken, limit.limit - look.remaining)
+            found += taken
+        return found
+
     async def penalty_of(self, check: RuleCheck) -> Decision | None:
         """Return the denial of a cool-down or block that a rule has in force; None if it has none.
 
@@ -212,6 +235,22 @@ class AsyncLimiter(LimiterSetup):
     ) -> None:
         """Undo a decision that spent `cost` units. Raises StoreError. See Limiter.refund."""
         await run_async(self._refund(key, cost if costs is None else costs, decision))
+
+    async def release(self, decision: Decision) -> None:
+        """Free the slots that a decision took. Raises StoreError. See Limiter.release."""
+        await run_async(self._release(decision))
+
+    async def renew(self, decision: Decision) -> None:
+        """Let the slots of a decision last as long again. See Limiter.renew."""
+        await run_async(self._renew(decision))
+
+    async def release_stamp(self, key: Key | Request, stamp: int) -> None:
+        """Free the slots of the request of this key that has this stamp. Raises StoreError."""
+        await run_async(self._release_stamp(key, stamp))
+
+    async def renew_stamp(self, key: Key | Request, stamp: int) -> None:
+        """Let the slots of the request with this stamp last as long again. See Limiter.renew."""
+        await run_async(self._renew_stamp(key, stamp))
 
     async def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units for `ttl` seconds (by default one window). Raises StoreError."""
@@ -255,7 +294,8 @@ class AsyncLimiter(LimiterSetup):
         The end is settled also if the task is cancelled.
         """
         wanted = cost if costs is None else costs
-        return AsyncReserving(self._reserving(key, wanted, wait, priority))
+        making = self._reserving(key, wanted, wait, priority)
+        return AsyncReserving(making, self._renew, self._release_quietly)
 
     def _reservation_verbs(self) -> ReservationVerbs:
         at_once = self._check_at_once
@@ -294,8 +334,17 @@ class AsyncLimiter(LimiterSetup):
             @wraps(function)
             async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                await run_async(self._pass(subject, cost_of(spent, args, kwargs), wait, priority))
-                return await function(*args, **kwargs)
+                decision = await run_async(
+                    self._pass(subject, cost_of(spent, args, kwargs), wait, priority)
+                )
+                renewal = renewed_on_loop(self._renew, decision)
+                if renewal is None:
+                    return await function(*args, **kwargs)
+                try:
+                    return await function(*args, **kwargs)
+                finally:
+                    renewal.stop()
+                    await run_async(self._release_quietly(decision))
 
             return limited
 

@@ -1,5 +1,7 @@
 """The charges of a decision: kept with it, returned by a refund, and made late by a settlement.
 
+So are its slots of requests in flight: they are freed when the request ends.
+
 A settlement charges the rest of a cost in full: the limits owe what they have no room for
 (`decide/algorithms/debt.py`), up to a bound. Units beyond it are forgiven: counted by rule, and
 logged.
@@ -12,11 +14,13 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ratekeeper.core.costs import REQUESTS, Cost, merged_cost
-from ratekeeper.core.errors import StoreError
+from ratekeeper.core.errors import StoreError, show
 from ratekeeper.core.model import UNITS_MAX, Decision, Settlement, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Ask, Steps, answered
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.combine import combine_decisions
+from ratekeeper.decide.store import stamp_of, stamped
 from ratekeeper.metrics.tally import Counts
 from ratekeeper.rules.compiled import RuleCheck
 
@@ -65,6 +69,29 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
     return [(source, decision.charged_ns)]
 
 
+def slots_in(decision: Decision) -> list[RuleCheck]:
+    """Return the rules whose limits of requests in flight a decision took slots of.
+
+    Their counters are those of the request: they have its stamp.
+    """
+    source = decision.source
+    if isinstance(source, RuleCheck):
+        source = [(source, None)]
+    if not isinstance(source, list) or not decision.allowed:
+        return []
+    return [check for check, _ in source if stamp_of(check.counter)]
+
+
+def without_slots(charges: Sequence[RuleCharge]) -> list[RuleCharge]:
+    """Return the charges with counters whose refund frees no slot."""
+    return [
+        (check._replace(counter=stamped(check.counter, NO_STAMP)), charged_ns)
+        if stamp_of(check.counter)
+        else (check, charged_ns)
+        for check, charged_ns in charges
+    ]
+
+
 def refunding(refunds: Sequence[tuple[RuleCheck, int, int | None]]) -> Steps[None]:
     """Return units to each rule, charged at that time. Raises StoreError, after all were tried."""
     failure: StoreError | None = None
@@ -81,11 +108,11 @@ def refunding(refunds: Sequence[tuple[RuleCheck, int, int | None]]) -> Steps[Non
 
 def _log_forgiven(rule: str, units: int, wanted: int) -> None:
     _log.note(
-        "rule %r owes as much as it may for one of its subjects: %d of %d units that were settled "
+        "rule %r owes as much as it may for one of its subjects: %s of %s units that were settled "
         "late are forgiven; reserve more, or raise `debt` of its limits",
         rule,
-        units,
-        wanted,
+        show(units),
+        show(wanted),
         key=f"forgiven {rule}",
     )
 
@@ -115,7 +142,8 @@ def owing(check: RuleCheck, wanted: int, counts: Counts) -> Steps[Owed]:
         return CHARGED
     counted = counts.of(check.rule.id)
     counted.settled += wanted - beyond - failed
-    counted.forgiven += beyond
+    # A wrong number of 400 digits must not make the metrics unreadable for ever.
+    counted.forgiven += min(beyond, UNITS_MAX)
     if beyond:
         _log_forgiven(check.rule.id, beyond, wanted)
     return Owed(beyond, failed)

@@ -21,6 +21,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
+from ratekeeper.limiter.renewal import renewed_in_thread
 from ratekeeper.limiter.reservations import ReservationVerbs, Reserving
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
@@ -141,6 +142,25 @@ class Limiter(LimiterSetup):
         """
         run(self._refund(key, cost if costs is None else costs, decision))
 
+    def release(self, decision: Decision) -> None:
+        """Free the slots that a decision took of limits of requests in flight.
+
+        Call it when the request has ended. It may be called again, and for any decision: it frees
+        no slot of another request. A `refund` of the decision frees its slots, too; so do `reserve`
+        and the decorator at the end of the block or the call. A slot that is not freed ends after
+        the limit's longest time. Raises StoreError.
+        """
+        run(self._release(decision))
+
+    def renew(self, decision: Decision) -> None:
+        """Let the slots of a decision last for the limit's longest time from now.
+
+        For a request that takes longer: call it at a third of that time, as `reserve`, the
+        decorator and the middleware do. Raises SlotLost if the time was over and other requests
+        have all slots; StoreError.
+        """
+        run(self._renew(decision))
+
     def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units on top of every limit for `ttl` seconds (by default one window).
 
@@ -191,7 +211,8 @@ class Limiter(LimiterSetup):
         A block that never does stays charged as reserved. One that raises and has used nothing is
         refunded. If the process dies, the reservation stays charged.
         """
-        return Reserving(self._reserving(key, cost if costs is None else costs, wait, priority))
+        making = self._reserving(key, cost if costs is None else costs, wait, priority)
+        return Reserving(making, self._renew, self._release_quietly)
 
     def _reservation_verbs(self) -> ReservationVerbs:
         return ReservationVerbs(self.check, run, self._settle, self._take_back, self._clock.now_ns)
@@ -221,8 +242,15 @@ class Limiter(LimiterSetup):
             @wraps(function)
             def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                run(self._pass(subject, cost_of(spent, args, kwargs), wait, priority))
-                return function(*args, **kwargs)
+                decision = run(self._pass(subject, cost_of(spent, args, kwargs), wait, priority))
+                renewal = renewed_in_thread(self._renew, decision)
+                if renewal is None:
+                    return function(*args, **kwargs)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    renewal.stop()
+                    run(self._release_quietly(decision))
 
             return limited
 

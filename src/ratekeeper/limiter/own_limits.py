@@ -8,6 +8,7 @@ from ratekeeper.core.costs import REQUESTS, Cost, units_in
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
 from ratekeeper.core.subjects import Key, subject_of, subject_of_request
+from ratekeeper.decide.algorithms.in_flight import new_stamp
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import Store
 from ratekeeper.rules.compiled import (
@@ -17,6 +18,7 @@ from ratekeeper.rules.compiled import (
     PreparedLimits,
     RuleCheck,
     check_units,
+    stamped_plan,
 )
 from ratekeeper.rules.document.model import Rule
 
@@ -71,7 +73,8 @@ class OwnLimits:
                 *(self._prepared, subject, 1),
             ),
         )
-        return _new(CheckPlan, ((check,), (), None, ()))
+        plan = _new(CheckPlan, ((check,), (), None, ()))
+        return stamped_plan(plan, new_stamp()) if self._prepared.has_slots else plan
 
     def subject_of(self, key: Key | Request) -> str:
         """Return the subject that a key or a request is counted under."""

@@ -27,11 +27,13 @@ error, takes the steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
-from ratekeeper.core.errors import CapacityError, StoreError, StoreTimeout
+from ratekeeper.core.errors import CapacityError, SlotLost, StoreError, StoreTimeout, show
 from ratekeeper.core.model import (
     DENIED_NS,
+    IN_FLIGHT,
     UNLIMITED,
     CheckResult,
     Decision,
@@ -39,9 +41,9 @@ from ratekeeper.core.model import (
     ResultKind,
     decision_with,
 )
-from ratekeeper.core.steps import Ask, Call, CallerGone, Steps, Together, run, run_async
+from ratekeeper.core.steps import Ask, Call, CallerGone, Steps, Together, Undo, run, run_async
 from ratekeeper.core.subjects import Key
-from ratekeeper.decide.decider import passes, returning
+from ratekeeper.decide.decider import NOT_CHARGED, passes, returning
 from ratekeeper.decide.failure import (
     OPTIONAL_POLICIES,
     RETRY_AFTER_NS,
@@ -51,11 +53,11 @@ from ratekeeper.decide.failure import (
     LocalLimits,
     undecided,
 )
-from ratekeeper.decide.store import Answer, Charge, Store
+from ratekeeper.decide.store import Answer, Charge, Store, stamp_of, stamped
 from ratekeeper.limiter.charges import joined, with_charges
 from ratekeeper.metrics.tally import RATE_SAMPLE_EVERY, Counts
 from ratekeeper.regions.settings import Regions, limits_of_region
-from ratekeeper.rules.compiled import CheckPlan, RuleCheck, at_step, highest_step
+from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck, at_step, highest_step
 from ratekeeper.rules.explain import RuleAnswer
 from ratekeeper.rules.penalties import Penalties
 from ratekeeper.rules.splitting import sum_of_parts, whole_decision
@@ -332,6 +334,7 @@ class CheckPath:
         charged. Those charges are returned.
         """
         checks = [check for plan, _ in planned for check in plan.enforced]
+        yield from self._freeing(checks, answers)
         may_fail = _MayFail(self.on_failure, checks)
         charged = _has(StoreError, answers) and passes(dict(enumerate(answers)), may_fail)
         left: Iterator[Any] = iter(answers)
@@ -345,6 +348,49 @@ class CheckPath:
             yield from returning(_charges(checks), answers)
             decisions = [decision_with(decision, charged_ns=None) for decision in decisions]
         return decisions
+
+    def freeing(self, checks: RuleChecks) -> Steps[None]:
+        """Free the slots of a request. Raises StoreError, after all rules were tried."""
+        failure: StoreError | None = None
+        for check in checks:
+            self._tally.slots.drop(check.rule.id, stamp_of(check.counter))
+            try:
+                yield Undo(check.counter.refund, check.counted, 0, None)
+            except StoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def renewing(self, make_counter: MakeCounter, checks: RuleChecks) -> Steps[None]:
+        """Let the slots of a request last as long again as at first. Raises SlotLost, StoreError.
+
+        With the store's last word on one of them, the others are not asked.
+        """
+        for check in checks:
+            limits = tuple(each for each in check.counter.limits if each.algorithm == IN_FLIGHT)
+            slots = stamped(make_counter(limits, check.rule.id), stamp_of(check.counter))
+            decision: Decision | None = None
+            try:
+                decision = yield Call(slots.check, check.counted, 1)
+            finally:
+                if not decision:
+                    self._counts.of(check.rule.id).renewals_failed += 1
+            if not decision.allowed:
+                raise SlotLost(
+                    f"a request of {show(check.subject)} was in flight for longer than "
+                    f"{decision.policy.per} s without a renewal, and others have all "
+                    f"{decision.policy.limit} slots of rule {show(check.rule.id)}; renew slots in "
+                    f"time, or raise the longest time of the limit"
+                )
+            self._note_slot(check)
+
+    def _freeing(self, checks: RuleChecks, answers: Sequence[Answer]) -> Steps[None]:
+        """Free the slots that failed checks may have taken: an answer may have been lost."""
+        for check, answer in zip(checks, answers, strict=True):
+            unknown = isinstance(answer, StoreError) and not isinstance(answer, NOT_CHARGED)
+            if unknown and stamp_of(check.counter):
+                with suppress(StoreError):  # it ends by itself
+                    yield from self.freeing([check])
 
     def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
         """Return one decision from those of several rules; count each rule, and the check once."""
@@ -472,6 +518,8 @@ class CheckPath:
         if decision.allowed:
             counts.allowed += 1
             decision.source = check
+            if check.prepared.has_slots:
+                self._note_slot(check)
         elif rule.mode == "shadow":
             counts.shadow_denied += 1
         elif decision.penalty is None:
@@ -482,6 +530,12 @@ class CheckPath:
         if rule.split == 1 or len(check.prepared.counters) == 1:
             return decision
         return whole_decision(decision, check.counter.limits, check.prepared.limits)
+
+    def _note_slot(self, check: RuleCheck) -> None:
+        longest_s = max(
+            each.window for each in check.prepared.limits if each.algorithm == IN_FLIGHT
+        )
+        self._tally.slots.note(check.rule.id, stamp_of(check.counter), longest_s)
 
     def _sample(self, checks: RuleChecks) -> None:
         """Note the clients of a check that is due to be sampled."""
@@ -588,7 +642,8 @@ def _too_high(checks: RuleChecks, error: CapacityError) -> Steps[dict[int, Decis
     """
     for check in checks:
         limits = at_step(check.choice.limits, highest_step(check.rule))
-        if check.units > min(limit.capacity for limit in limits):
+        counted = [limit.capacity for limit in limits if limit.algorithm != IN_FLIGHT]
+        if counted and check.units > min(counted):
             raise error
     for at, check in enumerate(checks):
         if check.step < highest_step(check.rule):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -35,11 +36,11 @@ from ratekeeper.core.model import (
     check_name,
     decision_with,
 )
-from ratekeeper.core.steps import Call, Steps, Undo
+from ratekeeper.core.steps import Call, Steps, Undo, asking
 from ratekeeper.core.subjects import Key, subject_of
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import Store, stamp_of, stamped
 from ratekeeper.limiter.arguments import request_of
 from ratekeeper.limiter.charges import (
     CHARGED,
@@ -49,6 +50,8 @@ from ratekeeper.limiter.charges import (
     owing,
     refunding,
     settlement_of,
+    slots_in,
+    without_slots,
 )
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
@@ -67,7 +70,7 @@ from ratekeeper.limiter.waiting import (
     places_of,
 )
 from ratekeeper.metrics.tally import Counts
-from ratekeeper.rules.compiled import CheckPlan, RuleCheck
+from ratekeeper.rules.compiled import CheckPlan, RuleCheck, stamped_plan
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
 from ratekeeper.rules.splitting import shares_of
@@ -144,9 +147,14 @@ class LimiterVerbs:
         return (yield from self._peek_result(key, cost)).decision
 
     def _evaluate_all(
-        self, checks: Sequence[tuple[Key | Request, Cost]]
+        self, checks: Sequence[tuple[Key | Request, Cost]], stamps: Sequence[int] = ()
     ) -> Steps[list[CheckResult]]:
         planned = [(self._plan(key, cost), key) for key, cost in checks]
+        if stamps:
+            planned = [
+                (stamped_plan(plan, stamp) if stamp else plan, key)
+                for (plan, key), stamp in zip(planned, stamps, strict=True)
+            ]
         if switches.limiting_off:
             return [CheckResult(self._unlimited(), kind="unlimited") for _ in checks]
         decided = yield from self._path.deciding(planned)
@@ -193,7 +201,10 @@ class LimiterVerbs:
         _check_decision(decision)
         charged = self._charges_of(self._plan(key, cost), cost, decision)
         if not switches.limiting_off:
-            yield from refunding([(check, check.units, at_ns) for check, at_ns in charged])
+            charges = without_slots(charged)
+            yield from refunding([(check, check.units, at_ns) for check, at_ns in charges])
+        if decision is not None:
+            yield from self._release(decision)
 
     def _charges_of(
         self, plan: CheckPlan, cost: Cost, decision: Decision | None
@@ -204,12 +215,49 @@ class LimiterVerbs:
         charged_ns = decision.charged_ns
         if charged_ns is None:
             return []
-        if self._own is not None:
+        if self._own is not None and not slots_in(decision):
             return [(check, charged_ns) for check in plan.checks]
         if decision.source is not None:
             return [(check.at(cost), at_ns) for check, at_ns in charges_in(decision)]
         # A copy of a decision, from another process: only its own rule is known.
         return [(check, charged_ns) for check in plan.checks if check.rule.id == decision.rule]
+
+    def _release(self, decision: Decision) -> Steps[None]:
+        """Free the slots that a decision took. Raises StoreError."""
+        _check_decision(decision)
+        yield from self._path.freeing(slots_in(decision))
+
+    def _release_quietly(self, decision: Decision) -> Steps[None]:
+        """Free the slots that a decision took, or let them end by themselves."""
+        with suppress(StoreError):
+            yield from self._path.freeing(slots_in(decision))
+
+    def _renew(self, decision: Decision) -> Steps[None]:
+        """Let the slots of a decision last as long again. Raises SlotLost, StoreError."""
+        _check_decision(decision)
+        yield from self._path.renewing(self._store.counter, slots_in(decision))
+
+    def _slots_of(self, key: Key | Request, stamp: int) -> list[RuleCheck]:
+        """Return the rules in which a request with this stamp may have slots."""
+        plan = stamped_plan(self._plan(key, 1), stamp)
+        return [check for check in plan.checks if check.prepared.has_slots]
+
+    def _release_stamp(self, key: Key | Request, stamp: int) -> Steps[None]:
+        parts = [
+            check._replace(counter=stamped(counter, stamp), counted=subject)
+            for check in self._slots_of(key, stamp)
+            for counter, subject in check.parts
+        ]
+        yield from self._path.freeing(parts)
+
+    def _renew_stamp(self, key: Key | Request, stamp: int) -> Steps[None]:
+        checks = self._slots_of(key, stamp)
+        if any(len(check.prepared.counters) > 1 for check in checks):
+            raise ConfigError(
+                "a slot of a rule with `split` cannot be renewed by its number, which does not say "
+                "in which part it is; raise the longest time of the limit"
+            )
+        yield from self._path.renewing(self._store.counter, checks)
 
     def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
         return self._grant_rules(self._plan(key, units, "units").checks, ttl)
@@ -259,7 +307,7 @@ class LimiterVerbs:
             checks = [*by_rule.values()]
         owed: list[Owed] | None
         if reservation:
-            owed = yield from self._once(key, reservation, self._settling(charged, checks, actual))
+            owed = yield from self._once(key, reservation, charged, checks, actual)
         else:
             owed = yield from self._settling(charged, checks, actual)
         return settlement_of(checks, owed, reserved, actual)
@@ -268,30 +316,33 @@ class LimiterVerbs:
         self,
         key: Key | Request,
         reservation: str,
-        settling: Steps[list[Owed]],
+        charged: Sequence[RuleCharge],
+        checks: Sequence[RuleCheck],
+        actual: Cost,
         scope: tuple[str, ...] = (),
     ) -> Steps[list[Owed] | None]:
         """Settle a reservation of a key; return None if the store knows that it was settled.
 
-        Reservations of another `scope` are others.
+        Reservations of another `scope` are others. The name stays known if the settlement fails
+        afterwards, because some of its units may have been charged or returned: a second attempt
+        would return them again. For the same reason it completes if the caller is cancelled.
         """
         if switches.limiting_off:
-            return (yield from settling)
+            return (yield from self._settling(charged, checks, actual))
         subject = _settled_subject(self._name, key, scope)
         name = int.from_bytes(blake2b(reservation.encode(), digest_size=8).digest()) >> 3 or 1
+        settling = self._settling(charged, checks, actual)
+        owed: list[Owed] | None = yield Undo(asking, self._marked, subject, name, settling)
+        return owed
+
+    def _marked(
+        self, subject: str, name: int, settling: Steps[list[Owed]]
+    ) -> Steps[list[Owed] | None]:
         try:
             is_new: bool = yield Call(self._store.mark, subject, name, SETTLED_NS)
         except StoreFull:  # the settlement does not fail because its name cannot be kept
             is_new = True
-        if not is_new:
-            settling.close()
-            return None
-        try:
-            return (yield from settling)
-        except BaseException:  # the caller may try again
-            with suppress(StoreError):
-                yield Undo(self._store.mark, subject, name, 0)
-            raise
+        return (yield from settling) if is_new else None
 
     def _settling(
         self, charged: Sequence[RuleCharge], checks: Sequence[RuleCheck], actual: Cost
@@ -312,7 +363,7 @@ class LimiterVerbs:
             )
         returned = [
             (check, surplus, charged_ns)
-            for check, charged_ns in charged
+            for check, charged_ns in without_slots(charged)
             if (surplus := check.units - check.settled(actual)) > 0
         ]
         if returned:
@@ -520,7 +571,17 @@ class LimiterVerbs:
         # A copy: what is settled must be what was reserved.
         kept = cost if isinstance(cost, int) or not isinstance(cost, Mapping) else dict(cost)
         decision = yield from self._pass(key, kept, wait, priority)
-        return Reservation(self._reservation_verbs(), key, kept, decision)
+        verbs = self._reservation_verbs()
+        if slots := slots_in(decision):  # a top-up takes no other slot
+            stamp = stamp_of(slots[0].counter)
+            verbs = verbs._replace(check=partial(asking, self._check_stamped, stamp))
+        return Reservation(verbs, key, kept, decision)
+
+    def _check_stamped(self, stamp: int, key: Key | Request, cost: Cost) -> Steps[Decision]:
+        """Check a request that may have slots already, under the stamp that it has."""
+        plan = stamped_plan(self._plan(key, cost), stamp)
+        [(decision, _)] = yield from self._path.deciding([(plan, key)])
+        return decision
 
     def _reservation_verbs(self) -> ReservationVerbs:
         """Return what a reservation needs of this limiter."""

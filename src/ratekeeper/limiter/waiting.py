@@ -40,16 +40,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import count
-from random import random, uniform
 from typing import Final, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, show
 from ratekeeper.core.forks import after_fork, fork_safe
-from ratekeeper.core.model import Decision, Limit
+from ratekeeper.core.model import IN_FLIGHT, Decision, Limit, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.steps import Ask, Call, Steps, Undo
+from ratekeeper.decide.algorithms.in_flight import RETRY_MIN_NS
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.store import Counter, Store
 from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
@@ -368,7 +369,7 @@ class SharedTurn:
                 return
             most_s = self._pause_ns / NS_PER_SECOND / _LOOKS_OF_WAIT
             most_s = min(max(most_s, _LOOK_S_MIN), _LOOK_S_MAX)
-            look_s = uniform(most_s / 4, most_s)  # noqa: S311 - no secret
+            look_s = RANDOM.uniform(most_s / 4, most_s)
             left_ns = None if deadline_ns is None else deadline_ns - self._clock.now_ns()
             if self._is_held or (left_ns is not None and left_ns < look_s * NS_PER_SECOND):
                 return
@@ -436,7 +437,7 @@ def jitter_ns(store: Store, pause_ns: int) -> int:
     """Return how much later than necessary a request asks again, if other processes wait, too."""
     if store.is_private:
         return 0
-    return int(random() * min(pause_ns // _JITTER_PART, _JITTER_NS_MAX))  # noqa: S311 - no secret
+    return int(RANDOM.random() * min(pause_ns // _JITTER_PART, _JITTER_NS_MAX))
 
 
 def leaving_room(
@@ -452,6 +453,13 @@ def leaving_room(
         for alone in _counters_of_limits(make_counter, check):
             least = min(alone.limits, key=_capacity)
             left = least.capacity // BATCH_LEAVES
+            if least.algorithm == IN_FLIGHT:  # a request takes one slot, whatever its units
+                with suppress(StoreError):
+                    now: Decision = yield Call(alone.peek, check.counted, 0)
+                    if now.remaining < left + (not spent):
+                        wait_ns = max(now.retry_after_ns, RETRY_MIN_NS)
+                        denied.append(decision_with(now, allowed=False, retry_after_ns=wait_ns))
+                continue
             units = left if spent else left + check.units
             if check.units > least.capacity - left:
                 raise CapacityError(check.units, least, least.capacity - left, BATCH_SHARE)

@@ -122,6 +122,15 @@ FAMILIES: Final = (
     MetricFamily("coalesced_checks", "counter", "Checks that shared a store call with another."),
     MetricFamily("waiting_requests", "gauge", "Requests that wait for room in a queue."),
     MetricFamily("waiting_longest", "gauge", "Requests in the longest queue.", (), "max"),
+    MetricFamily(
+        "in_flight", "gauge", "Requests that have a slot of a limit of such requests.", ("rule",)
+    ),
+    MetricFamily(
+        "renewals_failed",
+        "counter",
+        "Slots of requests in flight that were not renewed.",
+        ("rule",),
+    ),
     MetricFamily("penalties", "counter", "Cool-downs and blocks given.", ("rule", "kind")),
     MetricFamily(
         "settled_units", "counter", "Units charged later, above the reservation.", ("rule",)
@@ -424,6 +433,7 @@ _OF_RULES: Final = {
     "cooldowns": ("penalties", "cooldown"),
     "blocks": ("penalties", "block"),
     "settled": ("settled_units",),
+    "renewals_failed": ("renewals_failed",),
     "forgiven": ("forgiven_units",),
 }
 _ROW: Final[Callable[[Any], Row]] = attrgetter(*_OF_RULES)
@@ -686,6 +696,8 @@ class LimiterMetrics:
         }.items():
             found.put("checks", count, outcome)
         found.put("degraded_checks", tally.degraded)
+        for rule, requests in tally.slots.by_rule().items():
+            found.put("in_flight", requests, rule or self._limiter.name or DEFAULT_NAME)
         for kind in ("timeout", "unavailable", "full"):
             found.put("store_errors", tally.errors.get(kind, 0), kind)
 
@@ -753,6 +765,8 @@ _RULE_LABELS: Final = {
     "rule_failures": 1,
     "penalties": 1,
     "settled_units": 1,
+    "in_flight": 1,
+    "renewals_failed": 1,
     "forgiven_units": 1,
     "load_factor": 1,
     "fleet_checks": 2,

@@ -7,6 +7,7 @@ three decisions of rules (RuleCounts).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -26,6 +27,8 @@ RATE_SAMPLE_EVERY: Final = 61
 SUBJECTS_MAX: Final = 128
 # Subjects whose rates are reported to the other workers of the machine.
 RATES_MAX: Final = 16
+# Slots of one process that are counted as in use: 20 MB.
+SLOTS_MAX: Final = 100_000
 
 
 class SubjectRates:
@@ -104,6 +107,42 @@ class RuleCounts:
     """Units that settlements have charged above what was reserved."""
     forgiven: int = 0
     """Units that they have not charged, because a limit owed as much as it may."""
+    renewals_failed: int = 0
+    """Slots that were not renewed: their requests go on without one."""
+
+
+class SlotsInUse:
+    """The slots that requests of this process have of limits of requests in flight.
+
+    One is in use until it is freed, or until its longest time has passed.
+    """
+
+    __slots__ = ("_until_s",)
+
+    def __init__(self) -> None:
+        # By rule and stamp; the one that ends first is usually in front.
+        self._until_s: dict[tuple[str, int], float] = {}
+
+    def note(self, rule: str, stamp: int, lasts_s: float) -> None:
+        """Note that a slot was taken, or renewed."""
+        self._until_s.pop((rule, stamp), None)
+        if len(self._until_s) >= SLOTS_MAX:
+            self._until_s.pop(next(iter(self._until_s)), None)
+        self._until_s[rule, stamp] = time.monotonic() + lasts_s
+
+    def drop(self, rule: str, stamp: int) -> None:
+        """Note that a slot was freed."""
+        self._until_s.pop((rule, stamp), None)
+
+    def by_rule(self) -> dict[str, int]:
+        """Return how many slots are in use, for each rule that has taken any."""
+        now_s = time.monotonic()
+        found: dict[str, int] = {}
+        for key, until_s in list(self._until_s.items()):
+            if until_s <= now_s:
+                self._until_s.pop(key, None)
+            found[key[0]] = found.get(key[0], 0) + (until_s > now_s)
+        return found
 
 
 @dataclass(slots=True)
@@ -123,6 +162,7 @@ class Tally:
     subjects: SubjectRates = field(default_factory=SubjectRates)
     unruled: dict[str, int] = field(default_factory=dict)
     """Checks without a limit, by reason: unlimited, exempt or blocked."""
+    slots: SlotsInUse = field(default_factory=SlotsInUse)
     errors: dict[str, int] = field(default_factory=dict)
     """Checks that the store could not decide: timeout, unavailable or full."""
 

@@ -34,11 +34,11 @@ from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from hashlib import blake2b
 from operator import attrgetter
-from random import random
 from typing import Final, Literal, NamedTuple, Protocol
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.costs import REQUESTS, Cost, settled_units, units_in
-from ratekeeper.core.errors import InvalidCost, quoted
+from ratekeeper.core.errors import ConfigError, InvalidCost, quoted
 from ratekeeper.core.model import (
     REQUEST_FIELDS,
     AppliedRule,
@@ -50,8 +50,9 @@ from ratekeeper.core.model import (
 )
 from ratekeeper.core.rates import scaled
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
+from ratekeeper.decide.algorithms.in_flight import NEEDS_STRICT, has_slots, new_stamp
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import CheckedRule, Counter, RequestCheck
+from ratekeeper.decide.store import CheckedRule, Counter, RequestCheck, stamped
 from ratekeeper.rules.document.model import (
     DEFAULT_TIER,
     FACTOR_MAX,
@@ -117,7 +118,7 @@ _new: Final = tuple.__new__
 class PreparedLimits:
     """Limits on a store: one counter, or one for each part if the rule splits its limits."""
 
-    __slots__ = ("alone", "applied", "counters", "limits")
+    __slots__ = ("alone", "applied", "counters", "has_slots", "limits")
 
     def __init__(
         self,
@@ -131,6 +132,10 @@ class PreparedLimits:
     ) -> None:
         """`name` is that of the rule in results, if it is not its id."""
         self.limits = limits
+        self.has_slots = has_slots(limits)
+        if self.has_slots and (consistency != "strict" or across is not None):
+            raise ConfigError(NEEDS_STRICT)
+        """True if a limit counts requests in flight."""
         self.applied = AppliedRule(name or rule, limits)
         self.alone = (self.applied,)
         """The rules of a result if no other one applied; the same object for all of them."""
@@ -237,6 +242,21 @@ class CheckPlan(NamedTuple):
     def checks(self) -> list[RuleCheck]:
         """Every rule that charges the request: the enforced ones and those in shadow mode."""
         return [*self.enforced, *self.shadowed]
+
+
+def stamped_plan(plan: CheckPlan, stamp: int) -> CheckPlan:
+    """Return the plan of one request, which has this stamp: see SlotCounter."""
+    enforced, shadowed = (
+        tuple(
+            check._replace(counter=stamped(check.counter, stamp))
+            if check.prepared.has_slots
+            else check
+            for check in checks
+        )
+        for checks in (plan.enforced, plan.shadowed)
+    )
+    joint = tuple([check[:3] for check in enforced]) if len(enforced) > 1 else ()
+    return CheckPlan(enforced, shadowed, plan.verdict, joint)
 
 
 class PreparedRule:
@@ -383,6 +403,7 @@ class CompiledRules:
         "_compile_check",
         "_has_overrides",
         "_has_rollouts",
+        "_has_slots",
         "_is_extended",
         "_lists",
         "_make_counter",
@@ -432,6 +453,7 @@ class CompiledRules:
         self._make_counter = make_counter
         self._now_ns = now_ns
         factors = factors or {}
+        self._has_slots = False
         self._rules = [PreparedRule(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
         self._has_rollouts = any(each.rollout < 100 for each in document.rules)
         # The places of the rules, if a rule in shadow mode tries to take the place of another.
@@ -528,7 +550,8 @@ class CompiledRules:
         if shadowed and self._orders:
             shadowed = [each for each in shadowed if not self.goes_first(each.rule, enforced)]
         joint = tuple([check[:3] for check in enforced]) if len(enforced) > 1 else ()
-        return _new(CheckPlan, (tuple(enforced), tuple(shadowed), None, joint))
+        plan = _new(CheckPlan, (tuple(enforced), tuple(shadowed), None, joint))
+        return stamped_plan(plan, new_stamp()) if self._has_slots else plan
 
     def _shape_of(self, values: Values, matched: Request, tier: str | None) -> Shape:
         """Return the shape of requests with these values, and remember it."""
@@ -648,7 +671,7 @@ class CompiledRules:
                 RuleCheck,
                 (counters[0], subject, units, written, choice, step, limits, subject, weight),
             )
-        part = int(random() * len(counters))  # noqa: S311 - spreads load, protects no secret
+        part = int(RANDOM.random() * len(counters))
         counted = part_subject(subject, part)
         return RuleCheck(
             counters[part], counted, units, written, choice, step, limits, subject, weight
@@ -667,6 +690,7 @@ class CompiledRules:
                 choice.consistency,
                 written.across,
             )
+            self._has_slots = self._has_slots or limits.has_slots
         return limits
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ratekeeper.core.model import Consistency, Decision, Limits, Request
+from ratekeeper.core.model import IN_FLIGHT, Consistency, Decision, Limits, Request
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.rules.compiled import FACTOR_STEPS, CompiledRules, LimitChoice, RuleCheck
 from ratekeeper.rules.document.model import EnvoyQuota, Override
@@ -59,7 +59,9 @@ class RuleExplained:
     @property
     def never_fits(self) -> bool:
         """True if there is no decision because the cost exceeds what a limit can ever hold."""
-        return self.decision is None and any(self.units > limit.capacity for limit in self.limits)
+        return self.decision is None and any(
+            self.units > limit.capacity and limit.algorithm != IN_FLIGHT for limit in self.limits
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,17 @@ from http import HTTPStatus
 from typing import Final, Literal, NamedTuple
 
 from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, StoreTimeout, show
+from ratekeeper.core.errors import (
+    CapacityError,
+    ConfigError,
+    SlotLost,
+    StoreError,
+    StoreTimeout,
+    show,
+)
 from ratekeeper.core.model import (
     DEFAULT_NAME,
+    IN_FLIGHT,
     AppliedRule,
     CheckResult,
     Decision,
@@ -567,6 +575,8 @@ def error_answer(error: Exception) -> HttpAnswer | None:
     if isinstance(error, StoreError):
         code = "STORE_TIMEOUT" if isinstance(error, StoreTimeout) else "STORE_UNAVAILABLE"
         return unavailable_answer(code, str(error))
+    if isinstance(error, SlotLost):
+        return problem_answer(problem(409, "SLOT_LOST", str(error)), [])
     return None
 
 
@@ -675,6 +685,8 @@ def _rate_details(limit: Limit) -> dict[str, float]:
 
 
 def _limit_text(limit: Limit) -> str:
+    if limit.algorithm == IN_FLIGHT:
+        return f"{limit.limit:,} requests at once"
     burst = f" (at most {limit.capacity} at once)" if limit.capacity != limit.limit else ""
     return f"{limit.limit:,} per {_seconds(_window_seconds(limit))}{burst}"
 

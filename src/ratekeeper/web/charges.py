@@ -30,6 +30,7 @@ from ratekeeper.core.errors import ConfigError, RatekeeperError, show
 from ratekeeper.core.model import NAME_LENGTH_MAX, CheckResult
 from ratekeeper.core.steps import Ask, Call, Steps, run, run_async
 from ratekeeper.decide.combine import combine_decisions
+from ratekeeper.limiter.renewal import renewed_in_thread, renewed_on_loop
 from ratekeeper.web.answers import (
     SPELLINGS,
     Denial,
@@ -80,6 +81,8 @@ class RequestCharges:
         self.made.append(charge)
         if not charge.decision.allowed:
             self.refund()
+        elif charge.decision.source is not None:
+            charge.keep_slots(renewed_in_thread)
         return charge.decision.allowed
 
     def reject(self, rejected: UncheckableRequest) -> None:
@@ -143,11 +146,14 @@ class RequestCharges:
                 return False
         return True
 
-    def settling(self) -> Steps[None]:
-        """Apply the cost of the request so far; `status` decides where outcomes count."""
+    def settling(self, *, ended: bool = True) -> Steps[None]:
+        """Apply the cost of the request so far; `status` decides where outcomes count.
+
+        Without `ended`, more of the response follows.
+        """
         for charge in self.made:
             if not charge.is_settled and charge.enforcer is not None:
-                yield from charge.enforcer.leaving(charge, self.status)
+                yield from charge.enforcer.leaving(charge, self.status, ended=ended)
 
     def charging(self, enforcer: Enforcer, request: WebRequest) -> Steps[Any]:
         """Charge the request. Return None if it is allowed, otherwise the response to send.
@@ -171,9 +177,9 @@ class RequestCharges:
         charge: Charge = yield Call(enforcer.charge, request)
         return charge
 
-    def settle(self) -> None:
+    def settle(self, *, ended: bool = True) -> None:
         """Settle the request in this thread."""
-        run(self.settling())
+        run(self.settling(ended=ended))
 
 
 def joint_result(results: Sequence[CheckResult]) -> CheckResult:
@@ -256,6 +262,8 @@ class AsgiCharges(RequestCharges):
         scope[CHARGE] = charge
         if not charge.decision.allowed:
             self._deny(enforcer, RoutedAsgiRequest(scope, app))
+        if charge.decision.source is not None:
+            charge.keep_slots(renewed_on_loop)
         return True
 
     async def charge(self, enforcer: Enforcer, request: AsgiRequest) -> Charge:
@@ -270,6 +278,8 @@ class AsgiCharges(RequestCharges):
         request.scope[CHARGE] = charge
         if not charge.decision.allowed:
             self._deny(enforcer, request)
+        if charge.decision.source is not None:
+            charge.keep_slots(renewed_on_loop)
         return charge
 
     def _deny(

@@ -46,6 +46,7 @@ from ratekeeper.decide.store import Store
 from ratekeeper.limiter import AsyncLimiter, Limiter
 from ratekeeper.limiter.arguments import name_of
 from ratekeeper.limiter.denials import denials
+from ratekeeper.limiter.renewal import Renewal
 from ratekeeper.metrics.counters import ANY_ENDPOINT, ENDPOINT_LENGTH_MAX, endpoint_label
 from ratekeeper.rules.compiled import check_units
 from ratekeeper.web.answers import Denial, HttpAnswer, capacity_answer, invalid_request_answer
@@ -79,7 +80,7 @@ class Charge:
 
     __slots__ = (
         *("_charged", "_result", "_wanted"),
-        *("decision", "enforcer", "is_settled", "key", "limiters"),
+        *("decision", "enforcer", "is_settled", "key", "limiters", "renewal"),
     )
 
     def __init__(
@@ -105,7 +106,9 @@ class Charge:
         self.limiters = limiters
         self._result = result
         self.is_settled = is_settled
-        """False while a cost or an outcome has not been applied yet."""
+        """False while a cost or an outcome has not been applied yet, or a slot is not freed."""
+        self.renewal: Renewal | None = None
+        """That of the slots of limits of requests in flight; None if the request has none."""
 
     @property
     def result(self) -> CheckResult:
@@ -134,6 +137,12 @@ class Charge:
             example = "charge.settle(costs={…})"
             self._wanted = used_costs(self._charged, units, None, example)
         self.is_settled = False
+
+    def keep_slots(self, renewed: Callable[[Any, Decision], Renewal | None]) -> None:
+        """Keep the slots of the request until it ends."""
+        if self.limiters is not None:
+            self.renewal = renewed(self.limiters.any._renew, self.decision)  # noqa: SLF001 - ours
+            self.is_settled = self.is_settled and self.renewal is None
 
     def refund(self) -> None:
         """Make the request cost nothing."""
@@ -614,16 +623,21 @@ class Enforcer:
             raise
         return charge
 
-    def leaving(self, charge: Charge, status: int | None = None) -> Steps[None]:
-        """Apply the final cost of a request, unless it is already applied.
+    def leaving(
+        self, charge: Charge, status: int | None = None, *, ended: bool = True
+    ) -> Steps[None]:
+        """Apply the final cost of a request, unless it is already applied; free its slots.
 
-        `status` is that of the response, 500 for a handler that raised, None if there is no
-        outcome. If the store fails, the error is logged and the request keeps its charge.
+        Without `ended`, more of the response follows, and the request keeps its slots. `status` is
+        that of the response, 500 for a handler that raised, None if there is no outcome. If the
+        store fails, the error is logged and the request keeps its charge.
         """
         counts: Any = True
         if self.options.count is not None and status is not None:
             counts = yield from _value("count", self.options.count(status))
         due = charge.take(bool(counts))
+        if charge.renewal is not None:
+            yield from self._freeing(charge, ended=ended)
         if due is None or charge.limiters is None:
             return
         try:
@@ -633,6 +647,21 @@ class Enforcer:
         except RatekeeperError as error:
             # Without the key, which may be a secret.
             LOG.warning("the final cost of a request could not be settled: %s", error)
+
+    def _freeing(self, charge: Charge, *, ended: bool) -> Steps[None]:
+        """Free the slots of a request that has ended."""
+        renewal, limiters = charge.renewal, charge.limiters
+        assert renewal is not None, "the request has slots"  # noqa: S101 - ours
+        assert limiters is not None, "they are a limiter's"  # noqa: S101 - ours
+        if not ended:
+            charge.is_settled = False
+            return
+        renewal.stop()
+        charge.renewal = None
+        try:
+            yield Undo(limiters.ask, methodcaller("release", charge.decision))
+        except RatekeeperError as error:  # they end by themselves
+            LOG.warning("the slot of a request could not be freed: %s", error)
 
     def answering(self, request: WebRequest, result: CheckResult) -> Steps[Any]:
         """Return the response to a denied request: that of a hook, or the Denial.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ratekeeper.core.errors import CapacityError
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
+from ratekeeper.core.model import ALGORITHM_NAMES, UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm
 
 SECOND = 1_000_000_000
 
-every = pytest.mark.parametrize("name", ALGORITHM_NAMES)
+every = pytest.mark.parametrize("name", UNIT_ALGORITHMS)
 
 
 def _both(name: AlgorithmName, units: int = 4, per: float = 60) -> tuple[Algorithm, Limit]:

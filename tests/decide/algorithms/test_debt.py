@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName, Limit
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS
 from ratekeeper.decide.algorithms.holds import lease_ns_max
 from tests.decide.algorithms.table import no, play, yes
 
 SECOND = 1_000_000_000
 
-every = pytest.mark.parametrize("name", ALGORITHM_NAMES)
+every = pytest.mark.parametrize("name", UNIT_ALGORITHMS)
 gaps = st.sampled_from((0, 1, SECOND // 7, SECOND, 9 * SECOND, 31 * SECOND, 100 * SECOND))
 
 
@@ -91,6 +92,20 @@ def test_a_unit_of_debt_takes_the_place_of_each_entry_that_leaves_a_log() -> Non
         ],
         state,
     )
+
+
+def test_a_denied_check_of_a_log_that_owes_copies_nothing() -> None:
+    """Otherwise each of them would cost as much time and memory as a log of 100,000 is long."""
+    limit = Limit(100_000, per=60, algorithm="sliding_window_log")
+    log = ALGORITHMS["sliding_window_log"]
+    state = log.owe(log.decide(None, limit, 0, 50_000)[0], limit, SECOND, 120_000)[0]
+    tracemalloc.start()
+    try:
+        _, outcome = log.decide(state, limit, 30 * SECOND, 1)
+        assert tracemalloc.get_traced_memory()[1] < 50_000
+    finally:
+        tracemalloc.stop()
+    assert (outcome.allowed, outcome.retry_after_ns) == (False, 31 * SECOND)
 
 
 @every

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ratekeeper.core.clock import ns_from_seconds as ns
 from ratekeeper.core.errors import StoreFull, StoreUnavailable
-from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
+from ratekeeper.core.model import UNIT_ALGORITHMS, AlgorithmName, Limit
 from ratekeeper.decide.stores.memory import _LEFT_OVER_ITEMS_MIN, MemoryCounter, PythonMemoryStore
 from ratekeeper.testing import ManualClock
 
@@ -176,7 +176,7 @@ def test_a_denied_key_takes_no_state() -> None:
     assert store.stats().states == _held(store) == 1
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_an_entry_expires_exactly_at_reset_after(algorithm: AlgorithmName) -> None:
     """One nanosecond before `reset_after` the sweep keeps the state; at `reset_after` it drops
     it."""

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
+from ratekeeper.core.model import BUCKETS, UNIT_ALGORITHMS, Limit
 from ratekeeper.rules.document.grammar import limit_data, to_data
 from ratekeeper.rules.document.model import (
     Document,
@@ -44,7 +44,7 @@ def test_written_documents_read_back_equal(data: Data) -> None:
 @given(
     st.integers(1, 1_000_000),
     st.integers(1_000, 366 * 86_400_000_000) | st.sampled_from([60_000_000, 7_200_000_000]),
-    st.sampled_from(ALGORITHM_NAMES),
+    st.sampled_from(UNIT_ALGORITHMS),
     st.integers(0, 2_000_000),
     st.text(max_size=8).filter(str.isprintable),
 )

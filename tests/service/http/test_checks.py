@@ -706,3 +706,75 @@ def test_which_rules_count_a_scope_separately(
 ) -> None:
     """By the scope's field, or for its value alone; a pattern may match others too."""
     assert counts_only(scope, rule) is expected
+
+
+# ── Requests in flight ─────────────────────────────────────────────────────────────────────────
+
+IN_FLIGHT_RULES = {
+    "version": 1,
+    "rules": [{"id": "users", "by": ["user"], "limits": ["9/minute", "2 at once for 60s"]}],
+}
+
+
+async def test_a_request_in_flight_is_released() -> None:
+    """The reply has the number of its slot; releasing it twice frees no other request's."""
+    async with http_service(rules=IN_FLIGHT_RULES) as http:
+        slots = [(await http.check(user="1")).data["slot"] for _ in range(2)]
+        assert (await http.check(user="1")).status == 429
+        for _ in range(3):
+            answer = await http("POST", "/v1/release", {"user": "1", "slot": slots[0]})
+            assert (answer.status, answer.data) == (200, {"in_flight": False})
+        assert (await http.check(user="1")).status == 200
+        assert (await http.check(user="1")).status == 429
+        answer = await http("POST", "/v1/release", {"user": "2", "slot": slots[1]})
+        assert answer.status == 200
+        assert (await http.check(user="1")).status == 429  # the slot is not of user 2
+
+
+async def test_a_check_is_repeated_with_its_number() -> None:
+    """A client that chose the number may repeat the check, and release what it may have taken."""
+    async with http_service(rules=IN_FLIGHT_RULES) as http:
+        for _ in range(3):
+            assert (await http.check(user="1", slot=7)).data["slot"] == 7
+        batch = {"checks": [{"user": "1", "slot": 8}, {"user": "1", "slot": 7}]}
+        for atomic in (True, False):
+            reply = (await http("POST", "/v1/check/batch", {**batch, "atomic": atomic})).data
+            assert [each["slot"] for each in reply["results"]] == [8, 7]
+        assert (await http.check(user="1", slot=9)).status == 429
+        for slot in (7, 9, 2**53 - 1):
+            await http("POST", "/v1/release", {"user": "1", "slot": slot})
+        assert (await http.check(user="1")).status == 200
+        assert (await http.check(user="1", slot=2**53)).status == 400
+
+
+async def test_a_long_request_renews_its_slot() -> None:
+    """Until others have all slots: then the reply says that it is lost."""
+    async with http_service(rules=IN_FLIGHT_RULES) as http:
+        slot = (await http.check(user="1")).data["slot"]
+        renewal = {"user": "1", "slot": slot, "renew": True}
+        for _ in range(3):
+            http.clock.advance(50)
+            answer = await http("POST", "/v1/release", renewal)
+            assert (answer.status, answer.data) == (200, {"in_flight": True})
+        http.clock.advance(60)
+        assert [(await http.check(user="1")).status for _ in range(2)] == [200, 200]
+        answer = await http("POST", "/v1/release", renewal)
+        assert (answer.status, answer.data["error"]["code"]) == (409, "SLOT_LOST")
+
+
+async def test_limits_of_a_call_count_no_requests_in_flight() -> None:
+    """The service would not learn when the call has ended."""
+    async with http_service() as http:
+        body = {"name": "emails", "key": "1", "limits": ["2 at once for 60s"]}
+        answer = await http("POST", "/v1/limit", body)
+        assert (answer.status, "/v1/release" in answer.data["detail"]) == (400, True)
+
+
+async def test_the_quota_shows_requests_in_flight() -> None:
+    """Of the limits that count them."""
+    async with http_service(rules=IN_FLIGHT_RULES) as http:
+        await http.check(user="1")
+        [rule] = (await http("GET", "/v1/quota?user=1")).data["rules"]
+        assert [each["in_flight"] for each in rule["limits"]] == [None, 1]
+        assert [each["remaining"] for each in rule["limits"]] == [8, 1]
+        assert http.context.limiter.tally().slots.by_rule() == {"users": 1}

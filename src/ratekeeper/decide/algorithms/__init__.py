@@ -1,4 +1,4 @@
-"""The five algorithms as pure functions: the specification that every engine follows.
+"""The six algorithms as pure functions: the specification that every engine follows.
 
 Each module has the same two functions, on integer time and without clock, I/O or lock:
 
@@ -50,6 +50,9 @@ And one for costs that are known late:
 It charges units in full. What does not fit is debt, up to a bound (see `debt.py`); the units above
 the bound are forgiven. Nothing is admitted until time has paid the debt back; all functions above
 know it. `debt_of(state, limit, now_ns)` returns the units that are owed.
+
+`in_flight` counts requests instead of units, and has an object with these functions for each
+request, because a request has a name: see there. Nodes do not lease it.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ from typing import Any, Final, Protocol
 from ratekeeper.core.model import AlgorithmName, Limit
 from ratekeeper.decide.algorithms import (
     fixed_window,
+    in_flight,
     leaky_bucket,
     sliding_window_counter,
     sliding_window_log,
@@ -114,4 +118,5 @@ ALGORITHMS: Final[dict[AlgorithmName, LeasingAlgorithm]] = {
     "sliding_window_log": sliding_window_log,
     "sliding_window_counter": sliding_window_counter,
     "fixed_window": fixed_window,
+    "in_flight": in_flight.InFlight(),
 }

@@ -271,32 +271,54 @@ def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[St
 
 
 class _Sequence:
-    """The times of all entries of a log that owes, in order, with those that the debt will be."""
+    """The times of all entries of a log that owes, in order, with those that the debt will be.
+
+    They are computed when they are read: a denied check must not cost as much as the log is long.
+    """
 
     def __init__(self, state: _Owing, limit: Limit) -> None:
-        times, start, end, holds, debt = state
+        self._times, self._start, end, holds, debt = state
         debt = min(debt, limit.debt_max)
-        first = list(times[start:end])
-        for units, until_ns in holds:
-            first += [until_ns] * units
+        self._window_ns = limit.window_ns
+        size, held = end - self._start, holds_.total(holds)
         # If the limit was raised, debt has entered the log with its last entry. If all entries are
         # held, it did so before the first of them ends.
-        last_ns = times[end - 1] if end > start else first[0] - limit.window_ns + _STEP_NS
-        filled = min(debt, max(limit.limit - len(first), 0))
-        self._length = len(first) + debt
-        self._first = sorted(first + [last_ns] * filled)
-        self._again = self._first[-limit.limit :]
-        self._window_ns = limit.window_ns
+        last_ns = self._times[end - 1] if size else holds[0][1] - limit.window_ns + _STEP_NS
+        filled = min(debt, max(limit.limit - size - held, 0))
+        self._size = size
+        # The entries after the times of the log: where a run of equal ones ends, and its time.
+        self._runs = [(size + filled, last_ns)]
+        for units, until_ns in holds:
+            self._runs.append((self._runs[-1][0] + units, until_ns))
+        self._first = size + filled + held
+        self._again = min(self._first, limit.limit)
+        self._length = size + held + debt
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> int:
-        again = index - len(self._first)
-        if again < 0:
-            return self._first[index]
-        rounds, place = divmod(again, len(self._again))
-        return self._again[place] + (rounds + 1) * self._window_ns
+        return self.part(index, index + 1)[0]
+
+    def part(self, start: int, end: int) -> array[int]:
+        """Return the times from one place up to another."""
+        found = array("q")
+        while start < end:
+            place, later_ns = start, 0
+            if start >= self._first:
+                rounds, place = divmod(start - self._first, self._again)
+                place += self._first - self._again
+                later_ns = (rounds + 1) * self._window_ns
+            if place < self._size:
+                count = min(self._size - place, end - start)
+                times = self._times[self._start + place : self._start + place + count]
+                found.extend(time_ns + later_ns for time_ns in times)
+            else:
+                stop, time_ns = next(run for run in self._runs if place < run[0])
+                count = min(stop - place, end - start)
+                found.extend(array("q", (time_ns + later_ns,)) * count)
+            start += count
+        return found
 
 
 def _settled(state: _Plain | _Held | _Owing, limit: Limit, at_ns: int) -> _Owing:
@@ -305,10 +327,10 @@ def _settled(state: _Plain | _Held | _Owing, limit: Limit, at_ns: int) -> _Owing
         return state[0], state[1], state[2], state[3] if len(state) == 4 else (), 0
     sequence = _Sequence(state, limit)
     due = bisect_right(sequence, at_ns)
-    live = range(bisect_right(sequence, at_ns - limit.window_ns, 0, due), due)
+    gone = bisect_right(sequence, at_ns - limit.window_ns, 0, due)
     holds = holds_.live(state[3], at_ns)
     debt = len(sequence) - due - holds_.total(holds)
-    return array("q", (sequence[index] for index in live)), 0, len(live), holds, debt
+    return sequence.part(gone, due), 0, due - gone, holds, debt
 
 
 def _with_debt(log: _Held, room: int, debt: int, at_ns: int) -> State:
@@ -323,12 +345,13 @@ def _with_debt(log: _Held, room: int, debt: int, at_ns: int) -> State:
 
 
 def _decide_owing(state: _Owing, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
-    times, start, end, holds, debt = _settled(state, limit, max(now_ns, _last_ns(state)))
-    if not debt:
+    at_ns = max(now_ns, _last_ns(state))
+    sequence = _Sequence(state, limit)
+    entries = len(sequence)
+    if entries - bisect_right(sequence, at_ns) <= holds_.total(holds_.live(state[3], at_ns)):
+        times, start, end, holds, _ = _settled(state, limit, at_ns)
         after, outcome = decide(_with_holds((times, start, end), holds), limit, now_ns, cost)
         return state if outcome.charged_ns is None else after, outcome
-    sequence = _Sequence((times, start, end, holds, debt), limit)
-    entries = len(sequence)
     reset_ns = sequence[entries - 1] + limit.window_ns - now_ns
     if not cost:
         return state, Outcome(True, 0, 0, reset_ns, 0)

@@ -37,8 +37,14 @@ static ALWAYS_INLINE void copy_state(const rk_limit *limit, const rk_state *from
     to->last_ns = from->last_ns;
     to->value = from->value;
     to->debt = from->debt;
-    if (limit->algorithm == RK_SLIDING_WINDOW_LOG)
+    if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
         to->ring = from->ring;
+    } else if (limit->algorithm == RK_IN_FLIGHT) {
+        to->ring = from->ring;
+        to->stamp = from->stamp;
+        to->ends_ns = from->ends_ns;
+        to->earlier = from->earlier;
+    }
 }
 
 /* ---- debt; see debt.py ---- */
@@ -294,6 +300,85 @@ static ALWAYS_INLINE void decide_log(const rk_limit *limit, const rk_state *befo
     }
 }
 
+/* ---- requests in flight; see in_flight.py ---- */
+
+static const int64_t RETRY_MIN_NS = 10000000;
+
+rk_slot rk_slot_at(const rk_ring *ring, uint32_t index)
+{
+    rk_slot slot = {.stamp = ring->times[2 * index], .ends_ns = ring->times[2 * index + 1]};
+    if (slot.ends_ns > ring->latest_ns) /* only damage explains it */
+        slot.ends_ns = 0;
+    return slot;
+}
+
+static void note_slot(rk_slots *found, rk_slot slot, int64_t stamp)
+{
+    if (slot.ends_ns <= found->at_ns)
+        return;
+    if (slot.stamp == stamp)
+        found->own_ns = slot.ends_ns;
+    found->first_ns = found->used > 0 ? rk_min(found->first_ns, slot.ends_ns) : slot.ends_ns;
+    found->last_ns = rk_max(found->last_ns, slot.ends_ns);
+    found->used++;
+}
+
+/* Whether a later charge of the call has renewed a slot, or taken it again. */
+static bool replaced(const rk_state *newest, const rk_state *until, int64_t stamp)
+{
+    for (const rk_state *each = newest; each != until; each = each->earlier)
+        if (each->stamp == stamp)
+            return true;
+    return false;
+}
+
+rk_slots rk_find_slots(const rk_state *state, int64_t now_ns, int64_t stamp)
+{
+    rk_slots found = {.at_ns = now_ns};
+    if (!state->present)
+        return found;
+    found.at_ns = rk_max(now_ns, state->last_ns);
+    const rk_state *newest = state->stamp ? state : NULL;
+    for (const rk_state *each = newest; each != NULL; each = each->earlier)
+        if (!replaced(newest, each, each->stamp))
+            note_slot(&found, (rk_slot){.stamp = each->stamp, .ends_ns = each->ends_ns}, stamp);
+    for (uint32_t i = 0; i < state->ring.count / 2; i++) {
+        rk_slot slot = rk_slot_at(&state->ring, i);
+        if (newest == NULL || !replaced(newest, NULL, slot.stamp))
+            note_slot(&found, slot, stamp);
+    }
+    return found;
+}
+
+static RARE void decide_in_flight(const rk_limit *limit, const rk_state *before, int64_t now_ns,
+                                  int64_t cost, rk_outcome *outcome, rk_state *after)
+{
+    rk_slots found = rk_find_slots(before, now_ns, limit->stamp);
+    int64_t room = rk_max(limit->limit - found.used, 0), at_ns = found.at_ns;
+    bool taken = found.own_ns > 0;
+    outcome->allowed = cost == 0 || room > 0 || taken;
+    outcome->remaining = room;
+    outcome->reset_after_ns = found.used > 0 ? found.last_ns - now_ns : 0;
+    if (cost == 0)
+        return;
+    if (!outcome->allowed) {
+        int64_t guess_ns = at_ns + rk_max(at_ns - before->last_ns, RETRY_MIN_NS);
+        outcome->retry_after_ns = rk_min(guess_ns, found.first_ns) - now_ns;
+        return;
+    }
+    outcome->remaining = rk_max(room - !taken, 0);
+    if (limit->stamp == 0)
+        return;
+    outcome->charged_ns = at_ns;
+    outcome->reset_after_ns = rk_max(found.last_ns, at_ns + limit->window_ns) - now_ns;
+    after->stamp = limit->stamp;
+    after->ends_ns = rk_max(found.own_ns, at_ns + limit->window_ns);
+    after->earlier = NULL; /* rk_check_all links it to an earlier charge */
+    if (!taken || !before->present)
+        after->last_ns = at_ns;
+    after->present = true;
+}
+
 static int64_t window_start(const rk_limit *limit, int64_t time_ns)
 {
     return time_ns - rk_floor_mod(time_ns, limit->window_ns);
@@ -368,6 +453,9 @@ static ALWAYS_INLINE void decide(const rk_limit *limit, const rk_state *before, 
     case RK_SLIDING_WINDOW_LOG:
         decide_log(limit, before, owing, now_ns, cost, outcome, after);
         break;
+    case RK_IN_FLIGHT:
+        decide_in_flight(limit, before, now_ns, cost, outcome, after);
+        break;
     }
 }
 
@@ -398,7 +486,7 @@ bool rk_decide(const rk_limit *limit, const rk_state *before, int64_t now_ns, in
 {
     *outcome = (rk_outcome){.allowed = false, .charged_ns = RK_NO_TIME};
     copy_state(limit, before, after);
-    if (cost > limit->capacity)
+    if (cost > limit->capacity && limit->algorithm != RK_IN_FLIGHT)
         return false;
     bool owing = before->debt > 0;
     if (limit->algorithm == RK_SLIDING_WINDOW_LOG) /* or another charge of the call has paid it */
@@ -573,6 +661,8 @@ rk_rewrite rk_refund(const rk_limit *limit, const rk_state *before, int64_t now_
         break;
     case RK_SLIDING_WINDOW_LOG:
         return refund_log(limit, before, now_ns, units, charged_ns, after);
+    case RK_IN_FLIGHT: /* the table frees the slot */
+        break;
     }
     return (rk_rewrite){.needed = false};
 }

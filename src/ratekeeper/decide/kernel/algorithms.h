@@ -1,4 +1,4 @@
-/* The five algorithms in C. Every decision equals that of the Python reference
+/* The six algorithms in C. Every decision equals that of the Python reference
  * (decide/algorithms/). They are pure: no clock, no lock, no state. */
 #ifndef RK_ALGORITHMS_H
 #define RK_ALGORITHMS_H
@@ -30,6 +30,7 @@ typedef enum {
     RK_SLIDING_WINDOW_LOG,
     RK_SLIDING_WINDOW_COUNTER,
     RK_FIXED_WINDOW,
+    RK_IN_FLIGHT,
 } rk_algorithm;
 
 /* A limit's numbers. The refill is numerator / denominator micro-units per nanosecond. */
@@ -44,6 +45,7 @@ typedef struct {
     int64_t debt_max; /* the units that it owes at most */
     uint64_t salt[2]; /* hash of the rule and the limit's identity, which locates its states */
     uint64_t rule;    /* hash of the rule: limits of one rule share the room for their logs */
+    int64_t stamp;    /* in flight: of the request; 0: none */
 } rk_limit;
 
 /* A ring of admission times, oldest first. A later time than `latest_ns` is read as that one. The
@@ -94,14 +96,33 @@ static inline int64_t rk_ring_at(const rk_ring *ring, uint32_t index)
  *   fixed_window                 the count of last_ns's window
  *   sliding_window_counter       the previous window's count << 32 | the count of last_ns's window
  *   sliding_window_log           unused; the ring has all times
+ *   in_flight                    unused; the ring has the slots, each a stamp and an end, and its
+ *                                head is 0. last_ns is the time at which the last one was taken
  * `debt` is owed beside it, as of last_ns: micro-units of a bucket, otherwise units. */
-typedef struct {
+typedef struct rk_state {
     bool present;
     int64_t last_ns; /* of the last admission or, in a bucket, of the last refill */
     uint64_t value;
     int64_t debt;
     rk_ring ring;
+    /* A slot that is not in memory yet: another charge of the same call takes or renews it. */
+    int64_t stamp, ends_ns;
+    const struct rk_state *earlier; /* the state before it, if that has such a slot too */
 } rk_state;
+
+/* The slot at an index of a ring of slots. */
+typedef struct {
+    int64_t stamp, ends_ns;
+} rk_slot;
+
+rk_slot rk_slot_at(const rk_ring *ring, uint32_t index);
+
+/* What is known of the slots that have not ended by `at_ns`; see in_flight.py. */
+typedef struct {
+    int64_t at_ns, used, first_ns, last_ns, own_ns;
+} rk_slots;
+
+rk_slots rk_find_slots(const rk_state *state, int64_t now_ns, int64_t stamp);
 
 typedef struct {
     bool allowed;

@@ -99,9 +99,6 @@ typedef struct {
  *   RK_KIND_DEBT     what the state owes as of its last_ns; the state has the bit for it
  *   RK_KIND_MARKS    names of settlements, in a block: see rk_mark
  *   RK_KIND_LEASE    units taken << 32 | units left; the lease ends at last_ns
- *   RK_KIND_FLIGHT   requests in flight, in a block: block << 40 | number of requests. Each has a
- *                    pair of the client's stamp and the end of its time, the latest of which is
- *                    last_ns
  *
  * A credit or a debt of which the state has no bit counts nothing, and ends by itself. */
 typedef struct {
@@ -109,7 +106,7 @@ typedef struct {
     uint64_t value;
 } rk_cell;
 
-enum { RK_KIND_CREDIT, RK_KIND_DEBT, RK_KIND_MARKS, RK_KIND_LEASE, RK_KIND_FLIGHT };
+enum { RK_KIND_CREDIT, RK_KIND_DEBT, RK_KIND_MARKS, RK_KIND_LEASE };
 
 /* Eight slots: the cache line that is searched, and the states beside it. */
 typedef struct {

@@ -375,8 +375,9 @@ PyObject *rk_raise_status(rk_table_object *self, rk_status status)
                         "have of it; give limits that differ in algorithm or window other names. A "
                         "larger ?capacity= does not help");
     else if (status == RK_LOG_FULL)
-        PyErr_SetString(error_full, "the rule has used up its part of the memory for sliding "
-                                    "window logs; choose a larger ?log_bytes=");
+        PyErr_SetString(error_full,
+                        "the rule has used up its part of the memory for sliding "
+                        "window logs and requests in flight; choose a larger ?log_bytes=");
     else if (status == RK_BUSY)
         PyErr_SetString(error_timeout, "another process has held the table's lock for 1 s; "
                                        "is it stopped?");
@@ -575,8 +576,10 @@ typedef rk_counter_object counter_object;
 static PyTypeObject fast_check_type;
 
 static const char *const ALGORITHMS[] = {
-    "token_bucket", "leaky_bucket", "sliding_window_log", "sliding_window_counter", "fixed_window",
+    "token_bucket",           "leaky_bucket", "sliding_window_log",
+    "sliding_window_counter", "fixed_window", "in_flight",
 };
+enum { ALGORITHM_COUNT = sizeof ALGORITHMS / sizeof *ALGORITHMS };
 
 static bool read_number(PyObject *limit, const char *name, int64_t *number)
 {
@@ -591,7 +594,7 @@ static bool read_algorithm(PyObject *limit, rk_limit *numbers)
     PyObject *name = PyObject_GetAttrString(limit, "algorithm");
     if (name == NULL)
         return false;
-    for (int i = 0; i < 5; i++)
+    for (int i = 0; i < ALGORITHM_COUNT; i++)
         if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, ALGORITHMS[i]) == 0) {
             numbers->algorithm = (rk_algorithm)i;
             Py_DECREF(name);
@@ -628,11 +631,12 @@ static bool read_identity(counter_object *self, PyObject *limit, rk_limit *numbe
 
 static bool fits_slab(counter_object *self, PyObject *limit, const rk_limit *numbers)
 {
-    if (numbers->algorithm != RK_SLIDING_WINDOW_LOG)
+    bool in_flight = numbers->algorithm == RK_IN_FLIGHT;
+    if (numbers->algorithm != RK_SLIDING_WINDOW_LOG && !in_flight)
         return true;
     if (!rk_table_is_open(self->table)) /* reading attributes may have run any code */
         return false;
-    unsigned long long needed = rk_log_bytes_needed(numbers->limit);
+    unsigned long long needed = rk_log_bytes_needed(numbers->limit * (in_flight ? 2 : 1));
     unsigned long long there = rk_log_bytes(self->table->table);
     if (needed <= there)
         return true;
@@ -954,8 +958,7 @@ static PyObject *counter_owed(counter_object *self, PyObject *args)
 {
     PyObject *subject, *now = Py_None;
     rk_change c = {.verb = RK_OWED};
-    if (!PyArg_ParseTuple(args, "U|O", &subject, &now) ||
-        !parse_call(self, subject, NULL, now, &c))
+    if (!PyArg_ParseTuple(args, "U|O", &subject, &now) || !parse_call(self, subject, NULL, now, &c))
         return NULL;
     return apply(self, &c);
 }
@@ -986,6 +989,9 @@ static PyObject *counter_fast_check(counter_object *self, PyObject *slow)
 {
     if (self->table->now != NULL && !self->table->is_real)
         Py_RETURN_NONE;
+    for (int i = 0; i < self->count; i++)
+        if (self->numbers[i].algorithm == RK_IN_FLIGHT) /* each request has a counter of its own */
+            Py_RETURN_NONE;
     counter_object *fast = (counter_object *)fast_check_type.tp_alloc(&fast_check_type, 0);
     if (fast == NULL)
         return NULL;
@@ -996,6 +1002,26 @@ static PyObject *counter_fast_check(counter_object *self, PyObject *slow)
     fast->count = self->count;
     memcpy(fast->numbers, self->numbers, sizeof fast->numbers);
     return (PyObject *)fast;
+}
+
+/* Make the counter of one request, which has a stamp. */
+static PyObject *counter_stamped(counter_object *self, PyObject *stamp)
+{
+    long long number = PyLong_AsLongLong(stamp);
+    if (number == -1 && PyErr_Occurred())
+        return NULL;
+    counter_object *own = (counter_object *)rk_counter_type.tp_alloc(&rk_counter_type, 0);
+    if (own == NULL)
+        return NULL;
+    own->table = (rk_table_object *)Py_NewRef(self->table);
+    own->limits = Py_NewRef(self->limits);
+    own->rule = Py_NewRef(self->rule);
+    own->count = self->count;
+    own->stamp = number;
+    memcpy(own->numbers, self->numbers, sizeof own->numbers);
+    for (int i = 0; i < own->count; i++)
+        own->numbers[i].stamp = number;
+    return (PyObject *)own;
 }
 
 static PyObject *fast_check_counted(counter_object *self, PyObject *unused)
@@ -1018,12 +1044,14 @@ static PyMethodDef counter_methods[] = {
     {"grant", (PyCFunction)counter_grant, METH_VARARGS,
      "grant($self, subject, units, ttl_ns, now_ns=None, /)\n--\n\nAdd extra units."},
     {"reset", (PyCFunction)counter_reset, METH_O, "Forget a subject."},
+    {"stamped", (PyCFunction)counter_stamped, METH_O, "See decide.store.Counter.stamped."},
     {"fast_check", (PyCFunction)counter_fast_check, METH_O, "See decide.store.Counter.fast_check."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef counter_members[] = {
     {"limits", T_OBJECT, offsetof(counter_object, limits), READONLY, "The limits, in order."},
+    {"stamp", T_LONGLONG, offsetof(counter_object, stamp), READONLY, "See decide.store.Counter."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -32,6 +32,7 @@ typedef struct {
     PyObject_HEAD rk_table_object *table;
     PyObject *limits, *rule;
     PyObject *slow;          /* of a FastCheck: the Python path */
+    long long stamp;         /* of the one request that it serves; 0: of all */
     int64_t allowed, denied; /* by a FastCheck; the interpreter's lock protects them */
     int count;
     rk_limit numbers[RK_LIMITS_MAX];

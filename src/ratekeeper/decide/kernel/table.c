@@ -322,6 +322,7 @@ typedef struct part {
     int debt_slot;       /* -1: nothing owed */
     uint32_t block;      /* the log's ring before, if `before.ring.capacity` */
     uint32_t wants;      /* slots: of a grant WANTS_CREDIT, of a debt WANTS_DEBT */
+    bool follows;        /* in rk_check_all: slots of the same state are taken before this one */
     bool takes_block;    /* `ring_block` was taken from the slab for this call */
     bool writes;         /* in rk_check_all: false if another charge writes the state, or none */
     uint32_t ring_block; /* the log's ring after */
@@ -350,6 +351,12 @@ static bool load_ring(const rk_table *table, uint64_t value, uint32_t *block, rk
     ring->count = (uint32_t)value & 0xfffff;
     /* A ring that a power cut damaged is dropped, so that it is never read out of bounds. */
     return ring->head < ring->capacity && ring->count > 0 && ring->count <= ring->capacity;
+}
+
+/* Whether the state of a limit has a block of the slab. */
+static bool has_ring(const rk_limit *limit)
+{
+    return limit->algorithm == RK_SLIDING_WINDOW_LOG || limit->algorithm == RK_IN_FLIGHT;
 }
 
 static uint64_t clamped(uint64_t value) { return value < VALUE_MAX ? value : VALUE_MAX; }
@@ -391,12 +398,16 @@ static void load(const rk_table *table, rk_segment *segment, rk_hash subject, co
     p->slot = find(table, segment, p->place);
     p->credit_slot = p->debt_slot = -1;
     p->wants = 0;
+    p->follows = false;
     p->credit_units = p->credit_until_ns = 0;
     p->before.present = false;
     p->before.last_ns = p->before.debt = 0;
     p->before.value = 0;
-    if (limit->algorithm == RK_SLIDING_WINDOW_LOG)
+    if (has_ring(limit)) {
         p->before.ring = (rk_ring){.count = 0};
+        p->before.stamp = 0;
+        p->before.earlier = NULL;
+    }
     if (p->slot < 0)
         return;
     uint64_t meta = *tag_at(segment, p->slot);
@@ -409,8 +420,11 @@ static void load(const rk_table *table, rk_segment *segment, rk_hash subject, co
         kept = repair_time(table, latest_ns, &p->before.last_ns);
     if (!kept) {
         p->before.present = false;
-    } else if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
-        p->before.ring.latest_ns = latest_ns;
+    } else if (has_ring(limit)) {
+        /* A slot may have been taken under a longer window. */
+        p->before.ring.latest_ns = limit->algorithm == RK_IN_FLIGHT
+                                       ? latest_ns - limit->window_ns + AHEAD_NS_MAX
+                                       : latest_ns;
         p->before.present =
             (meta & META_LOG) && load_ring(table, cell.value, &p->block, &p->before.ring);
     } else {
@@ -656,9 +670,45 @@ static rk_status fit_ring(rk_table *table, part *p, uint32_t *block)
     return RK_OK;
 }
 
+static bool takes_slot(const part *p)
+{
+    return p->limit->algorithm == RK_IN_FLIGHT && p->outcome.charged_ns != RK_NO_TIME;
+}
+
 static bool pushes(const part *p)
 {
-    return p->limit->algorithm == RK_SLIDING_WINDOW_LOG && p->own > 0;
+    return (p->limit->algorithm == RK_SLIDING_WINDOW_LOG && p->own > 0) || takes_slot(p);
+}
+
+/* The index of the slot of a stamp; otherwise of one that has ended, or behind all of them. */
+static uint32_t slot_index(const rk_ring *ring, int64_t stamp, int64_t at_ns)
+{
+    uint32_t ended = ring->count / 2;
+    for (uint32_t i = ring->count / 2; i-- > 0;) {
+        rk_slot slot = rk_slot_at(ring, i);
+        if (slot.ends_ns <= at_ns)
+            ended = i;
+        else if (slot.stamp == stamp)
+            return i;
+    }
+    return ended;
+}
+
+/* Take a block for the slot of a part, unless there is room for it and for the slots that earlier
+ * charges of the call take. */
+static rk_status fit_slot(rk_table *table, part *p, uint32_t *block)
+{
+    const rk_ring *ring = &p->before.ring;
+    rk_slots found = rk_find_slots(&p->before, p->outcome.charged_ns, p->limit->stamp);
+    uint32_t wanted = (uint32_t)found.used + 1;
+    for (const rk_state *each = &p->after; each->earlier != NULL; each = each->earlier)
+        wanted++;
+    bool present = p->before.present;
+    *block = p->block;
+    if (found.own_ns > 0 || (present && 2 * wanted <= ring->capacity))
+        return RK_OK;
+    rk_block larger;
+    return take_block(table, p->limit, 2 * wanted, present, block, &larger);
 }
 
 /* Return the blocks that fit_rings took. */
@@ -676,7 +726,8 @@ static PLAIN_CHECK rk_status fit_rings(rk_table *table, part *parts, int count)
         part *p = &parts[i];
         if (!pushes(p))
             continue;
-        rk_status status = fit_ring(table, p, &p->ring_block);
+        rk_status status =
+            takes_slot(p) ? fit_slot(table, p, &p->ring_block) : fit_ring(table, p, &p->ring_block);
         if (status != RK_OK) {
             return_rings(table, parts, i);
             return status;
@@ -686,15 +737,73 @@ static PLAIN_CHECK rk_status fit_rings(rk_table *table, part *parts, int count)
     return RK_OK;
 }
 
+/* The ring that a slot is written to, as earlier charges of the call have left it. */
+static rk_ring current_ring(const rk_table *table, rk_segment *segment, part *p, uint32_t *block)
+{
+    rk_ring ring = {.count = 0};
+    if (p->follows)
+        p->slot = find(table, segment, p->place);
+    uint64_t meta = *tag_at(segment, p->slot);
+    if (meta >> META_TAG_SHIFT != p->place >> META_TAG_SHIFT || !(meta & META_LOG) ||
+        !load_ring(table, cell_at(segment, p->slot)->value, block, &ring))
+        ring = (rk_ring){.count = 0};
+    ring.latest_ns = INT64_MAX; /* a slot that only damage explains stays until it is read */
+    return ring;
+}
+
+/* Note the end of a slot to push. The stamp of a slot that has ended is of no use, so that of the
+ * new one is written at once: a process killed before it pushes the end has taken no slot. */
+static RARE void push_slot(rk_table *table, rk_segment *segment, part *p, claims *claim)
+{
+    uint32_t block = 0;
+    rk_block taken;
+    int64_t at_ns = p->outcome.charged_ns;
+    rk_ring ring = current_ring(table, segment, p, &block);
+    uint32_t index = slot_index(&ring, p->limit->stamp, at_ns);
+    bool fits = 2 * index + 2 <= ring.capacity;
+    if (!fits && p->takes_block && rk_block_at(table, p->ring_block, &taken)) {
+        uint32_t live = 0;
+        for (uint32_t i = 0; i < ring.count / 2 && 2 * live + 2 <= taken.capacity; i++) {
+            rk_slot slot = rk_slot_at(&ring, i);
+            if (slot.ends_ns > at_ns) {
+                taken.times[2 * live] = slot.stamp;
+                taken.times[2 * live++ + 1] = slot.ends_ns;
+            }
+        }
+        if (ring.capacity > 0)
+            claim->freed[claim->freed_count++] = block;
+        block = p->ring_block;
+        ring = (rk_ring){.times = taken.times, .capacity = taken.capacity, .count = 2 * live};
+        index = live;
+        fits = 2 * index + 2 <= ring.capacity;
+    } else if (p->takes_block) {
+        claim->freed[claim->freed_count++] = p->ring_block;
+    }
+    if (!fits) { /* the file was overwritten since */
+        p->after.present = false;
+        return;
+    }
+    ring.times[2 * index] = p->limit->stamp;
+    segment->pushes[segment->push_count++] =
+        (rk_push){.block = block, .first = 2 * index + 1, .count = 1, .at_ns = p->after.ends_ns};
+    ring.count = ring.count > 2 * index + 2 ? ring.count : 2 * index + 2;
+    p->after.value = log_value(block, &ring);
+}
+
 /* Note the entries to push into the rings. Blocks that became too small are remembered, and
  * returned once nothing refers to them. */
-static PLAIN_CHECK void push_entries(rk_segment *segment, part *parts, int count, claims *claim)
+static PLAIN_CHECK void push_entries(rk_table *table, rk_segment *segment, part *parts, int count,
+                                     claims *claim)
 {
     segment->push_count = 0;
     for (int i = 0; i < count; i++) {
         part *p = &parts[i];
         if (!pushes(p))
             continue;
+        if (p->limit->algorithm == RK_IN_FLIGHT) {
+            push_slot(table, segment, p, claim);
+            continue;
+        }
         if (p->before.present && p->takes_block)
             claim->freed[claim->freed_count++] = p->block;
         rk_ring *ring = &p->after.ring;
@@ -727,14 +836,14 @@ static RARE void journal_debt(rk_segment *segment, uint32_t *count, const part *
                 (uint64_t)p->after.debt);
 }
 
-/* Write the part's new state to the journal, with the rest of its credit or its debt. No call writes
- * both: a settlement that owes more has used the credit up, whose slot then counts nothing, because
- * the state has no bit for it. */
+/* Write the part's new state to the journal, with the rest of its credit or its debt. No call
+ * writes both: a settlement that owes more has used the credit up, whose slot then counts nothing,
+ * because the state has no bit for it. */
 static void journal_part(rk_segment *segment, uint32_t *count, const part *p, int64_t now_ns,
                          int64_t expires_ns)
 {
     uint64_t meta = p->place >> META_TAG_SHIFT << META_TAG_SHIFT;
-    if (p->limit->algorithm == RK_SLIDING_WINDOW_LOG && p->after.present)
+    if (has_ring(p->limit) && p->after.present)
         meta |= META_LOG;
     int64_t last_ns = p->after.present ? p->after.last_ns : now_ns;
     if (p->credit_left > 0) {
@@ -760,7 +869,7 @@ static uint32_t slots_wanted(const part *parts, int count)
     uint32_t wanted = 0;
     for (int i = 0; i < count; i++) {
         const part *p = &parts[i];
-        wanted += p->slot < 0;
+        wanted += p->slot < 0 && !p->follows;
         if (__builtin_expect(p->wants != 0, 0))
             wanted += ((p->wants & WANTS_CREDIT) && p->credit_slot < 0) +
                       ((p->wants & WANTS_DEBT) && p->debt_slot < 0);
@@ -803,7 +912,7 @@ static rk_status choose_slots(rk_table *table, rk_segment *segment, part *parts,
     int chosen = 0;
     for (int i = 0; i < count && chosen >= 0; i++) {
         part *p = &parts[i];
-        if (p->slot < 0)
+        if (p->slot < 0 && !p->follows)
             p->slot = chosen = choose_slot(table, segment, p->place, now_ns, marks, claim);
         if (chosen >= 0 && (p->wants & WANTS_CREDIT) && p->credit_slot < 0)
             p->credit_slot = chosen =
@@ -848,7 +957,7 @@ static PLAIN_CHECK void write_parts(rk_table *table, rk_segment *segment, part *
                                     int64_t now_ns, claims *claim)
 {
     uint32_t writes = 0;
-    push_entries(segment, parts, count, claim);
+    push_entries(table, segment, parts, count, claim);
     for (int i = 0; i < count; i++)
         journal_part(segment, &writes, &parts[i], now_ns, now_ns + parts[i].outcome.reset_after_ns);
     commit(table, segment, writes);
@@ -919,6 +1028,8 @@ static bool wait_together(const part *parts, int count, int64_t now_ns, int64_t 
         return true;
     for (int i = 0; i < count; i++) {
         part then = parts[i];
+        if (then.limit->algorithm == RK_IN_FLIGHT) /* when a request ends is not known */
+            continue;
         if (!decide(&then, now_ns + decision->retry_after_ns, cost)) {
             decision->speaker = i;
             return false;
@@ -1075,6 +1186,11 @@ static void write_both(part *p)
     p->credit_units = earlier->credit_units;
     if (!p->writes)
         return;
+    if (p->limit->algorithm == RK_IN_FLIGHT) { /* each writes its own slot, one after the other */
+        p->follows = true;
+        p->after.earlier = &earlier->after;
+        return;
+    }
     p->own += earlier->own;
     earlier->writes = false;
 }
@@ -1100,7 +1216,9 @@ static rk_status decide_entry(const batch *b, int at)
         fits = allowed || wait_together(e->parts, c->count, b->now_ns, c->cost, &c->decision);
     }
     for (int i = 0; i < e->count; i++) {
-        e->parts[i].writes = allowed && fits && c->cost > 0;
+        e->parts[i].writes = allowed && fits && c->cost > 0 &&
+                             (e->parts[i].limit->algorithm != RK_IN_FLIGHT ||
+                              e->parts[i].outcome.charged_ns != RK_NO_TIME);
         if (e->parts[i].earlier != NULL)
             write_both(&e->parts[i]);
     }
@@ -1393,6 +1511,26 @@ static rk_status finish_log(rk_table *table, part *p, const rk_rewrite *how, uin
     return status;
 }
 
+/* Free the slot of a stamp. The state goes with the last slot. */
+static void free_slot(rk_segment *segment, uint32_t *writes, const part *p, int64_t now_ns,
+                      claims *claim)
+{
+    const rk_ring *ring = &p->before.ring;
+    rk_slots found = rk_find_slots(&p->before, now_ns, p->limit->stamp);
+    uint32_t index = slot_index(ring, p->limit->stamp, found.at_ns);
+    if (!p->before.present || (found.used > 0 && found.own_ns == 0))
+        return;
+    if (found.used <= (found.own_ns > 0)) {
+        claim->freed[claim->freed_count++] = p->block;
+        journal(segment, writes, p->slot, 0, 0, 0);
+        return;
+    }
+    segment->pushes[segment->push_count++] =
+        (rk_push){.block = p->block, .first = 2 * index + 1, .count = 1, .at_ns = 0};
+    journal(segment, writes, p->slot, *tag_at(segment, p->slot), p->before.last_ns,
+            p->before.value);
+}
+
 static rk_status give_back(rk_table *table, rk_segment *segment, const rk_change *c)
 {
     claims claim;
@@ -1406,6 +1544,10 @@ static rk_status give_back(rk_table *table, rk_segment *segment, const rk_change
         load(table, segment, c->subject, &c->limits[i], &p);
         if (p.slot < 0)
             continue;
+        if (p.limit->algorithm == RK_IN_FLIGHT) {
+            free_slot(segment, &writes, &p, c->now_ns, &claim);
+            continue;
+        }
         p.credit_left = p.credit_units;
         rk_rewrite how = rk_refund(p.limit, &p.before, c->now_ns, c->units, c->time_ns, &p.after);
         rk_status status = finish_log(table, &p, &how, &block);
@@ -1550,7 +1692,7 @@ static rk_status reset(rk_table *table, rk_segment *segment, const rk_change *c)
         load(table, segment, c->subject, &c->limits[i], &p);
         if (p.slot < 0)
             continue;
-        if (p.limit->algorithm == RK_SLIDING_WINDOW_LOG && p.before.present)
+        if (has_ring(p.limit) && p.before.present)
             claim.freed[claim.freed_count++] = p.block;
         journal(segment, &writes, p.slot, 0, 0, 0);
         if (p.credit_slot >= 0)
@@ -1592,15 +1734,34 @@ static rk_status apply_once(rk_table *table, rk_change *c)
     return rk_settled(table, status);
 }
 
-rk_status rk_apply(rk_table *table, rk_change *c)
+static rk_status apply_or_sweep(rk_table *table, rk_change *c)
 {
-    if (c->units == 0 && c->verb != RK_RESET && c->verb != RK_OWED)
-        return RK_OK;
     rk_status status = apply_once(table, c);
     if (status != RK_LOG_FULL)
         return status;
     sweep_for_blocks(table, c->now_ns, RK_SWEEP_SEGMENTS);
     return apply_once(table, c);
+}
+
+rk_status rk_apply(rk_table *table, rk_change *c)
+{
+    if (c->units == 0 && c->verb != RK_RESET && c->verb != RK_OWED && c->limits[0].stamp == 0)
+        return RK_OK; /* without units, a refund frees the slot of a stamp */
+    rk_limit counted[RK_LIMITS_MAX];
+    const rk_limit *limits = c->limits;
+    int count = c->count;
+    if (c->verb == RK_OWE || c->verb == RK_OWED || c->verb == RK_GRANT) { /* not of slots */
+        c->limits = counted;
+        c->count = 0;
+        for (int i = 0; i < count; i++)
+            if (limits[i].algorithm != RK_IN_FLIGHT)
+                counted[c->count++] = limits[i];
+        rk_status done = c->count > 0 ? apply_or_sweep(table, c) : RK_OK;
+        c->limits = limits;
+        c->count = count;
+        return done;
+    }
+    return apply_or_sweep(table, c);
 }
 
 /* ---- marks ----
@@ -1674,7 +1835,7 @@ static rk_status mark_locked(rk_table *table, rk_segment *segment, rk_hash subje
         status = fit_rings(table, &p, 1);
     if (status != RK_OK)
         return status;
-    push_entries(segment, &p, 1, &claim);
+    push_entries(table, segment, &p, 1, &claim);
     commit_marks(table, segment, &p, until_ns);
     give_blocks(table, &claim);
     give_blocks(table, &expired_ring);

@@ -29,9 +29,10 @@ from typing import Final, cast
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import CapacityError, StoreError, StoreFull, StoreUnavailable
 from ratekeeper.core.forks import fork_safe
-from ratekeeper.core.model import Consistency, Decision, Limit, decision_with
+from ratekeeper.core.model import IN_FLIGHT, Consistency, Decision, Limit, decision_with
 from ratekeeper.decide import credit as credits_
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP, InFlight
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
 from ratekeeper.decide.combine import combine
 from ratekeeper.decide.credit import Credit
@@ -381,7 +382,7 @@ _ENTRY_BYTES: Final = sum(
 class MemoryCounter:
     """One rule's limits in a PythonMemoryStore."""
 
-    __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "limits", "tables")
+    __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "limits", "stamp", "tables")
 
     def __init__(
         self,
@@ -391,16 +392,27 @@ class MemoryCounter:
         tables: list[_Table],
         rule: str,
         lock: threading.RLock,
+        stamp: int = NO_STAMP,
     ) -> None:
         self.limits = limits
+        self.stamp = stamp
         self._store = store
         self._clock = clock
         self.tables = tables
         self._rule = rule
         self._lock = lock
         self._parts = tuple(
-            (limit, ALGORITHMS[limit.algorithm], table)
+            (
+                limit,
+                InFlight(stamp) if limit.algorithm == IN_FLIGHT else ALGORITHMS[limit.algorithm],
+                table,
+            )
             for limit, table in zip(limits, tables, strict=True)
+        )
+
+    def stamped(self, stamp: int) -> MemoryCounter:
+        return type(self)(
+            self._store, self._clock, self.limits, self.tables, self._rule, self._lock, stamp
         )
 
     def check(self, subject: str, cost: int) -> Decision:
@@ -488,6 +500,7 @@ class MemoryCounter:
         held = [
             (algorithm, *_entry(table, subject, pending)[::2], limit)
             for limit, algorithm, table in self._parts
+            if limit.algorithm != IN_FLIGHT
         ]
         if all(credit is None for _, _, credit, _ in held):
             return decision
@@ -515,6 +528,8 @@ class MemoryCounter:
                 return 0
             self._store.reserve(self.tables, subject, now_ns)
             for limit, algorithm, table in self._parts:
+                if limit.algorithm == IN_FLIGHT:
+                    continue
                 state, _, credit = table.entries.get(subject, _ABSENT)
                 after, left, beyond = credits_.owe(algorithm, state, credit, limit, now_ns, units)
                 forgiven = max(forgiven, beyond)
@@ -538,6 +553,8 @@ class MemoryCounter:
                 return
             self._store.reserve(self.tables, subject, now_ns)
             for limit, _, table in self._parts:
+                if limit.algorithm == IN_FLIGHT:
+                    continue
                 state, expires_ns, credit = table.entries.get(subject, (None, 0, None))
                 until_ns = now_ns + (limit.window_ns if ttl_ns is None else ttl_ns)
                 credit = credits_.granted(credit, units, now_ns, until_ns)

@@ -21,6 +21,7 @@ from ratekeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from ratekeeper.core.errors import ConfigError, StoreUnavailable
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Consistency, Decision, Limit
+from ratekeeper.decide.algorithms.in_flight import has_slots
 from ratekeeper.decide.allowances import (
     AllowanceKind,
     AllowanceStats,
@@ -162,7 +163,7 @@ class KernelStore:
         owner: object,
         sample: Callable[[tuple[str, ...]], object],
     ) -> _kernel.RequestCheck | None:
-        if len(rules) > REQUEST_RULES_MAX:
+        if len(rules) > REQUEST_RULES_MAX or any(has_slots(rule[0].limits) for rule in rules):
             return None
 
         def counted(rule: str) -> _kernel.Counted:

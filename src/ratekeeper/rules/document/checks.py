@@ -12,6 +12,7 @@ from typing import Final
 from ratekeeper.core.costs import REQUESTS
 from ratekeeper.core.errors import quoted
 from ratekeeper.core.model import Limits
+from ratekeeper.decide.algorithms.in_flight import NEEDS_STRICT, has_slots
 from ratekeeper.rules.document.model import (
     PUSHED_SOURCES_MAX,
     SHARE_SOURCES,
@@ -74,6 +75,9 @@ def _check_rule(place: DocumentPlace, rule: Rule, document: Document) -> None:
         )
     for tier, at in place.at("tiers").children() if rule.tiers else ():
         _check_known(at.fail_name, "tier", tier, document.tiers)
+    for each in document.limit_sets(rule):
+        if has_slots(each.limits) and (each.consistency != "strict" or rule.scope == "global"):
+            place.fail(f"{each}: {NEEDS_STRICT}")
     if rule.scope == "global":
         _check_global(place, rule, document)
     if rule.envoy_quota is not None:
@@ -117,6 +121,8 @@ def _check_envoy_quota(place: DocumentPlace, rule: Rule, document: Document) -> 
 
 def why_not_assigned(quota: EnvoyQuota, limits: Limits) -> str:
     """Return why Envoys cannot get parts of these limits, in words; empty if they can."""
+    if has_slots(limits):
+        return "Envoy reports no end of a request, so requests in flight cannot be assigned"
     if any(limit.algorithm == "leaky_bucket" for limit in limits):
         return "Envoy delays no request, so a leaky_bucket cannot be assigned; use token_bucket"
     if quota == "rate" and len(limits) > 1:

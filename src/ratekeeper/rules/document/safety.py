@@ -17,7 +17,7 @@ from math import ceil
 from typing import Final
 
 from ratekeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
-from ratekeeper.core.model import Limit
+from ratekeeper.core.model import IN_FLIGHT, Limit
 from ratekeeper.rules.document.model import (
     DEFAULT_TIER,
     OWNERS,
@@ -116,7 +116,9 @@ def _never_fits(document: Document) -> Iterator[SafetyFinding]:
         costs += [(f"every request to {quoted(at)}", units) for at, units in rule.costs.items()]
         for found in document.limit_sets(rule):
             where = limits_at(path, found)
-            tightest = min(found.limits, key=lambda limit: limit.capacity, default=None)
+            # A request takes one slot of requests in flight, whatever its cost.
+            counted = [limit for limit in found.limits if limit.algorithm != IN_FLIGHT]
+            tightest = min(counted, key=lambda limit: limit.capacity, default=None)
             if tightest is None:
                 continue
             for who, cost in costs:

@@ -177,6 +177,9 @@ class QuotaRuleOut(ApiOutput):
         description="Units that a limit of the rule owes, of costs that were settled late; of "
         "several limits, the most."
     )
+    in_flight: int | None = Field(
+        default=None, description="Requests in flight, of a rule that limits them; null for others."
+    )
     error: str | None = Field(description="Why there is no decision.")
     usage: GlobalUsageOut | None = Field(
         description="Null for a rule of one region, and if the store failed."
@@ -332,10 +335,11 @@ async def _usage(limiter: AsyncLimiter, check: RuleCheck) -> GlobalUsageOut | No
 
 
 async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
-    decision, error, usage, debt = None, None, None, 0
+    decision, error, usage, in_flight, debt = None, None, None, None, 0
     try:
         usage = await _usage(limiter, check)
         decision = _decision(await limiter.peek_rule(check))
+        in_flight = await limiter.in_flight_of(check)
         if decision is not None and not decision.remaining:
             debt = await limiter.owed_of(check)
     except (StoreError, CapacityError) as reason:
@@ -352,6 +356,7 @@ async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
         factor=check.step / FACTOR_STEPS,
         decision=decision,
         debt=debt,
+        in_flight=in_flight,
         error=error,
         usage=usage,
     )

@@ -38,6 +38,7 @@ from msgspec import Meta
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import NAME_LENGTH_MAX, Limits, Request
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, subject_of
+from ratekeeper.decide.algorithms.in_flight import has_slots
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.rules.document.model import CALL_LIMIT
 from ratekeeper.rules.document.reading import DocumentError, from_data
@@ -140,6 +141,11 @@ class _CallLimiters:
             return limiter
         settings = self._context.settings
         parsed = limits_of_data(msgspec.json.decode(limits))
+        if has_slots(parsed):
+            raise ConfigError(
+                "the body: limits of requests in flight need the request's end, so they belong "
+                "into a rule: see POST /v1/check and POST /v1/release"
+            )
         if len(self._limiters) >= LIMITERS_MAX:
             self._limiters.clear()
             self._used.clear()

@@ -1,4 +1,4 @@
-"""POST /v1/check, POST /v1/check/batch and POST /v1/settle.
+"""POST /v1/check, POST /v1/check/batch, POST /v1/settle and POST /v1/release.
 
 A check delays a request of the client, so everything that can be looked up is looked up when the
 handlers are made, and nothing is awaited but a remote store.
@@ -56,8 +56,10 @@ from ratekeeper.core.model import (
     ResultKind,
     Settlement,
 )
+from ratekeeper.decide.algorithms.in_flight import STAMP_MAX
+from ratekeeper.decide.store import stamp_of
 from ratekeeper.limiter import AsyncLimiter
-from ratekeeper.limiter.charges import Owed, RuleCharge, charges_in, settlement_of
+from ratekeeper.limiter.charges import Owed, RuleCharge, charges_in, settlement_of, slots_in
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.document.model import Rule
 from ratekeeper.service.http.bodies import body_reader
@@ -96,6 +98,8 @@ _new_tuple: Final = tuple.__new__
 RESERVATION_LENGTH_MAX: Final = 128
 CHARGED_LENGTH_MAX: Final = 16_384
 UNIT_NAMES_MAX: Final = 64
+# Numbers that every JSON parser reads exactly.
+Slot = Annotated[int, Meta(ge=0, le=STAMP_MAX)]
 Units = Annotated[int, Meta(ge=0, le=UNITS_MAX)]
 UnitCosts = Annotated[
     dict[str, Units],
@@ -141,6 +145,32 @@ class CheckBody(RequestFields, forbid_unknown_fields=True, gc=False):
     settle: Annotated[
         bool, Meta(description="True if the cost will be settled: the reply has `charged`.")
     ] = False
+    slot: Annotated[
+        Slot,
+        Meta(
+            description="Under a limit of requests in flight: a random number that names the slot "
+            "of this request, so that the check can be repeated if its reply is lost. By default "
+            "the service chooses one."
+        ),
+    ] = 0
+
+
+class ReleaseBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
+    """A request that was checked, and the number of its slot."""
+
+    slot: Annotated[Slot, Meta(description="As in the reply to the check.")]
+    renew: Annotated[
+        bool,
+        Meta(
+            description="True: the request goes on, and its slot lasts as long again as at first."
+        ),
+    ] = False
+
+
+class ReleaseReply(msgspec.Struct):
+    """The slot is free, or it was renewed."""
+
+    in_flight: Annotated[bool, Meta(description="True if the slot was renewed.")]
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -220,6 +250,13 @@ class CheckReply(msgspec.Struct, gc=False):
     charged: Annotated[
         str | msgspec.UnsetType,
         Meta(description="The charges and their times, for the settlement; if `settle` is true."),
+    ] = msgspec.UNSET
+    slot: Annotated[
+        int | msgspec.UnsetType,
+        Meta(
+            description="The number of the request's slot, if a limit counts requests in flight: "
+            "release it when the request ends."
+        ),
     ] = msgspec.UNSET
 
 
@@ -329,6 +366,7 @@ def routes(context: ServiceContext) -> Routes:
         "/v1/check": {"POST": ServiceRoute(_check(context), "check")},
         "/v1/check/batch": {"POST": ServiceRoute(_batch(context), "check")},
         "/v1/settle": {"POST": ServiceRoute(_settle(context), "check")},
+        "/v1/release": {"POST": ServiceRoute(_release(context), "check")},
     }
 
 
@@ -339,6 +377,8 @@ class ReadCheck(NamedTuple):
     cost: Cost
     settles: bool
     """True if the caller will settle the cost, and needs the charges."""
+    slot: int
+    """The number that the caller has chosen for the request's slot; 0 if it has not."""
 
 
 class RememberedChecks:
@@ -355,7 +395,7 @@ class RememberedChecks:
     def read(self, body: bytes) -> ReadCheck:
         """Decode a body into a request and its cost. Raises BodyRejected, ConfigError."""
         fields = self._decode(body)
-        found = ReadCheck(request_of(fields), cost_of(fields), fields.settle)
+        found = ReadCheck(request_of(fields), cost_of(fields), fields.settle, fields.slot)
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self.by_body) >= REMEMBERED_MAX:
                 self.by_body.clear()
@@ -375,13 +415,15 @@ def _check(context: ServiceContext) -> Handler:
 
     async def check(http_request: ServiceRequest) -> ServiceReply:
         body = http_request[2]
-        request, cost, settles = by_body.get(body) or remembered.read(body)
+        request, cost, settles, slot = by_body.get(body) or remembered.read(body)
         scope = http_request[3].scope
         if scope:
             request = in_scope(http_request.token, request)
         started_ns = perf_counter_ns()
         try:
-            if evaluate_at_once is None:
+            if slot:
+                [result] = await limiter.evaluate_all([(request, cost)], [slot])
+            elif evaluate_at_once is None:
                 result = (
                     await limiter.evaluate(request, cost)
                     if isinstance(cost, int)
@@ -396,7 +438,10 @@ def _check(context: ServiceContext) -> Handler:
         if recorder is not None:
             recorder.note(request, result, requests_in(cost), decided_ns, http_request[4])
         decision, _, kind, shadow_denied, _, _ = result
-        if kind != "limited" or not decision.allowed or decision.degraded or settles:
+        is_plain = kind == "limited" and decision.allowed and not decision.degraded
+        source = decision.source
+        has_slot = source.prepared.has_slots if type(source) is RuleCheck else type(source) is list
+        if not is_plain or settles or has_slot:
             return check_reply(result, decided_ns, style, settles=settles)
         # The common reply, without the two calls that `check_reply` would take.
         headers = raw_headers_of(result, decided_ns, style)
@@ -466,6 +511,8 @@ def check_members(result: CheckResult, *, settles: bool = False) -> dict[str, An
         members["penalty"] = decision.penalty
     if settles and decision.allowed:
         members["charged"] = charged_text(result)
+    for check in slots_in(decision):
+        members["slot"] = stamp_of(check.counter)  # that of all rules
     return members
 
 
@@ -479,13 +526,14 @@ def _batch(context: ServiceContext) -> Handler:
     async def batch(http_request: ServiceRequest) -> ServiceReply:
         body = read(http_request.body)
         settles = [each.settle for each in body.checks]
+        slots = [each.slot for each in body.checks]
         ids = repeat(http_request.request_id)
         wanted = [
             (in_scope(http_request.token, request_of(each)), cost_of(each)) for each in body.checks
         ]
         if body.atomic:
             started_ns = perf_counter_ns()
-            decided = await limiter.evaluate_all(wanted)
+            decided = await limiter.evaluate_all(wanted, slots)
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
                 recorded = [(request, requests_in(cost)) for request, cost in wanted]
@@ -494,22 +542,25 @@ def _batch(context: ServiceContext) -> Handler:
                 )
             results: list[Any] = list(map(_batch_decision, decided, settles))
         elif is_remote:
-            results = await asyncio.gather(*map(one, wanted, settles, ids))
+            results = await asyncio.gather(*map(one, wanted, settles, slots, ids))
         else:
-            results = [await each for each in map(one, wanted, settles, ids)]
+            results = [await each for each in map(one, wanted, settles, slots, ids)]
         return json_reply(BatchReply(results))
 
     async def one(
-        check: tuple[Request, Cost], settles: bool, request_id: bytes
+        check: tuple[Request, Cost], settles: bool, slot: int, request_id: bytes
     ) -> BatchDecision | BatchError:
         request, cost = check
         started_ns = perf_counter_ns()
         try:
-            result = await (
-                limiter.evaluate(request, cost)
-                if isinstance(cost, int)
-                else limiter.evaluate(request, costs=cost)
-            )
+            if slot:
+                [result] = await limiter.evaluate_all([check], [slot])
+            else:
+                result = await (
+                    limiter.evaluate(request, cost)
+                    if isinstance(cost, int)
+                    else limiter.evaluate(request, costs=cost)
+                )
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
                 spent = requests_in(cost)
@@ -558,6 +609,21 @@ def _settle(context: ServiceContext) -> Handler:
         return json_reply(_settle_reply(result, reason))
 
     return settle
+
+
+def _release(context: ServiceContext) -> Handler:
+    read = body_reader(ReleaseBody)
+
+    async def release(http_request: ServiceRequest) -> ServiceReply:
+        body = read(http_request.body)
+        request = in_scope(http_request.token, request_of(body))
+        if body.renew:
+            await context.limiter.renew_stamp(request, body.slot)
+        else:
+            await context.limiter.release_stamp(request, body.slot)
+        return json_reply(ReleaseReply(body.renew))
+
+    return release
 
 
 def _settle_reply(result: Settlement, reason: str) -> SettleReply:

@@ -54,6 +54,7 @@ BODY_BYTES_MAX: Final[Mapping[tuple[str, str], int]] = {
     ("POST", "/v1/check"): CALL_BYTES,
     ("POST", "/v1/check/batch"): BATCH_BYTES,
     ("POST", "/v1/settle"): CALL_BYTES,
+    ("POST", "/v1/release"): CALL_BYTES,
     ("POST", "/v1/limit"): CALL_BYTES,
     ("POST", "/v1/quota/grant"): CALL_BYTES,
     ("PUT", "/v1/admin/rules"): DOCUMENT_BYTES,

@@ -27,6 +27,8 @@ from ratekeeper.service.http.checks import (
     BatchReply,
     CheckBody,
     CheckReply,
+    ReleaseBody,
+    ReleaseReply,
     SettleBody,
     SettleReply,
 )
@@ -132,13 +134,14 @@ _EXAMPLE: Final = {"api_key": "sk_1", "endpoint": "/v1/orders", "method": "POST"
 _EXAMPLES: Final[Json] = {
     "CheckBody": _EXAMPLE,
     "BatchBody": {"checks": [_EXAMPLE]},
+    "ReleaseBody": {"api_key": "sk_1", "slot": 4_503_599_627_370_497},
     "SettleBody": {"api_key": "sk_1", "reserved": 100, "actual": 37},
     "LimitBody": {"name": "emails", "key": "user:42", "limits": ["10/minute"]},
     "GrantBody": {"api_key": "sk_1", "units": 500, "ttl_seconds": 3600},
 }
 _STRUCTS: Final = (
-    *(CheckBody, BatchBody, LimitBody, SettleBody, GrantBody),
-    *(CheckReply, BatchReply, BatchDecision, BatchError, SettleReply, QuotaReply),
+    *(CheckBody, BatchBody, LimitBody, SettleBody, ReleaseBody, GrantBody),
+    *(CheckReply, BatchReply, BatchDecision, BatchError, SettleReply, ReleaseReply, QuotaReply),
     *(HealthReply, ReadyReply),
 )
 
@@ -215,6 +218,7 @@ _MEANING: Final[dict[int, str]] = {
     401: "The token is missing or unknown.",
     403: "The token does not permit this, or the client is on the deny list.",
     408: "The body did not arrive in time.",
+    409: "The slot is lost: others have all slots of the limit.",
     413: "The body is too large.",
     415: "The type of the body is not supported.",
     422: "The cost can never fit a limit; waiting does not help.",
@@ -303,6 +307,15 @@ _OPERATIONS: Final = (
         (200, "The units that did not fit.", SettleReply),
         _BODY_ERRORS,
         SettleBody,
+    ),
+    _Operation(
+        *("/v1/release", "post", "checks", "release", "Release a request in flight"),
+        "Frees the slot of a request that has ended, or renews that of a long one. It may be "
+        "repeated.",
+        "check",
+        (200, "The slot is free, or was renewed.", ReleaseReply),
+        (*_BODY_ERRORS, 409),
+        ReleaseBody,
     ),
     _Operation(
         *("/v1/authorize", "get", "checks", "authorize", "Check a gateway's request"),

@@ -18,6 +18,7 @@ from msgspec import Meta
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError, quoted, show
 from ratekeeper.core.model import (
+    IN_FLIGHT,
     REQUEST_FIELDS,
     UNITS_MAX,
     Decision,
@@ -107,6 +108,10 @@ class QuotaLimit(msgspec.Struct):
     retry_after: Annotated[
         float, Meta(description="Seconds until a single request would pass; 0 if one would now.")
     ] = 0.0
+    in_flight: Annotated[
+        int | None,
+        Meta(description="Of a limit of requests in flight: how many there are. Null for others."),
+    ] = None
     used: Annotated[
         int | None,
         Meta(
@@ -296,6 +301,12 @@ async def _limits(
                     penalty.retry_after if penalty else 0.0, *(look.reset_after for look in looks)
                 ),
                 debt=sum(each.debt for each in looks),
+                in_flight=sum(
+                    gate.limits[place].limit - look.remaining
+                    for (gate, _), look in zip(check.parts, looks, strict=True)
+                )
+                if limit.algorithm == IN_FLIGHT
+                else None,
                 retry_after=max(
                     penalty.retry_after if penalty else 0.0,
                     min(each.retry_after for each in looks),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreUnavailable
-from ratekeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, WINDOW_NS_MAX, Limit
+from ratekeeper.core.model import UNIT_ALGORITHMS, UNITS_MAX, WINDOW_NS_MAX, Limit
 from ratekeeper.core.rates import parse_limits
 from ratekeeper.decide.stores.redis import codec
 from ratekeeper.decide.stores.redis.codec import (
@@ -85,7 +85,7 @@ def test_several_limits_are_encoded_in_their_order() -> None:
     """Each has nine numbers."""
     limits = [
         limit_of(algorithm, per=per)
-        for algorithm, per in product(ALGORITHM_NAMES, (1, 60, 3_600, 86_400))
+        for algorithm, per in product(UNIT_ALGORITHMS, (1, 60, 3_600, 86_400))
     ]
     values = unpacked(encode_limits(limits))
     assert values[1::NUMBERS_A_LIMIT] == [id_of(limit) for limit in limits]
@@ -129,7 +129,7 @@ def test_numbers_are_exact_and_fit_the_scripts(units: int, window_us: int, algor
     assert full_us < 2**53
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_a_limit_keeps_its_id_when_its_amount_changes(algorithm: str) -> None:
     """The state is stored under the id, so a raised limit keeps its consumption."""
     assert id_of(limit_of(algorithm, 100)) == id_of(limit_of(algorithm, 5_000))
@@ -186,7 +186,7 @@ def test_a_peek_returns_the_units_that_remain_now() -> None:
 
 def test_a_cost_that_can_never_fit_is_an_error() -> None:
     """Each algorithm raises the error, alone and among other limits."""
-    for algorithm in ALGORITHM_NAMES:
+    for algorithm in UNIT_ALGORITHMS:
         wide = algorithm in {"sliding_window_counter", "sliding_window_log"}
         state = [-1, 0, 0] if wide else [-1, 0]
         limit = limit_of(algorithm, 10)
@@ -237,7 +237,7 @@ def test_a_reply_that_no_script_gives_is_a_store_error(reply: list[Any], rates: 
 
 
 # States of two limits at some time before now; None for a limit without a state.
-_ALGORITHMS_PLAIN = [name for name in ALGORITHM_NAMES if name != "sliding_window_log"]
+_ALGORITHMS_PLAIN = [name for name in UNIT_ALGORITHMS if name != "sliding_window_log"]
 _AGES_US = st.integers(0, 20_000_000)
 
 

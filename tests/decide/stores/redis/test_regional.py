@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import (
-    ALGORITHM_NAMES,
     BUCKETS,
+    UNIT_ALGORITHMS,
     AlgorithmName,
     Limits,
     decision_fields,
@@ -92,7 +92,7 @@ levels = st.integers(0, 40 * MICROS)
 
 
 @given(
-    algorithm=st.sampled_from([each for each in ALGORITHM_NAMES if each != "sliding_window_log"]),
+    algorithm=st.sampled_from([each for each in UNIT_ALGORITHMS if each != "sliding_window_log"]),
     across=st.sampled_from(["exact", "eventual"]),
     share=st.sampled_from([(1, 1), (1, 5), (200, 1_000), (1, 1_000), (999, 1_000)]),
     now_us=st.integers(1_800_000_000 * MICROS, 1_800_000_020 * MICROS),

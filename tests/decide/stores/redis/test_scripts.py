@@ -17,6 +17,7 @@ from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import (
     CELL,
     CHANGE,
+    CHANGE_SLOTS,
     COUNTS,
     LEASES,
     LOGS,
@@ -25,6 +26,7 @@ from ratekeeper.decide.stores.redis.scripts import (
     OWE_LOGS,
     REFUND,
     SERVER_TIME,
+    SLOTS,
     LuaScript,
     RuleScripts,
     ScriptCharge,
@@ -32,8 +34,8 @@ from ratekeeper.decide.stores.redis.scripts import (
 )
 from tests.redis_servers import Single, running
 
-CHECKS = (COUNTS, LOGS, LEASES)
-EVERY_SCRIPT = (*CHECKS, CHANGE, REFUND, OWE, OWE_LOGS)
+CHECKS = (COUNTS, LOGS, SLOTS, LEASES)
+EVERY_SCRIPT = (*CHECKS, CHANGE, CHANGE_SLOTS, REFUND, OWE, OWE_LOGS)
 OTHERS = (CELL, MARKS)
 REGIONAL = tuple(
     found

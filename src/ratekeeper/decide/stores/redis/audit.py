@@ -42,6 +42,7 @@ from ratekeeper.decide.stores.redis.codec import (
     is_bucket,
     is_log,
     is_regional_state,
+    is_slots,
     regional_type,
 )
 from ratekeeper.decide.stores.redis.config import Address
@@ -67,6 +68,8 @@ EXPIRY_MS_MIN: Final = 60_000
 REGIONAL_EXPIRY_MS: Final = 86_400_000
 # The type of the key of a log.
 _LOG_TYPE: Final = b"string"
+# And of that of requests in flight.
+_SLOTS_TYPE: Final = b"zset"
 
 _PERMISSIONS: Final = (
     "; an audit needs +scan +type +pttl +hlen +hgetall +getrange +time +info, "
@@ -414,6 +417,8 @@ def _type_of(key: bytes) -> bytes:
     """Return the type that a key of ours has; empty if it is another program's."""
     if is_bucket(key):
         return b"hash"
+    if is_slots(key):
+        return _SLOTS_TYPE
     return _LOG_TYPE if is_log(key) else regional_type(key) or b""
 
 

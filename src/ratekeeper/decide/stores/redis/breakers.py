@@ -41,9 +41,9 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from random import SystemRandom
 from typing import Final
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreUnavailable
 from ratekeeper.core.forks import fork_safe
@@ -51,8 +51,6 @@ from ratekeeper.core.histogram import Histogram
 from ratekeeper.decide.store import BreakerPosition, BreakerState
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 
-# Not the generator of `random`: our threads must not change the numbers of a program that seeds it.
-RANDOM: Final = SystemRandom()
 # Failures at fewer moments never open the breaker, however many calls failed.
 MOMENTS_MIN: Final = 3
 # The open time varies by this share, so that the nodes of a fleet do not probe in step.

@@ -17,15 +17,23 @@ from __future__ import annotations
 import re
 from array import array
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple, cast
 
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreUnavailable, show
-from ratekeeper.core.model import MICROS_PER_UNIT, AlgorithmName, Decision, Limit, decision_with
+from ratekeeper.core.model import (
+    IN_FLIGHT,
+    MICROS_PER_UNIT,
+    AlgorithmName,
+    Decision,
+    Limit,
+    decision_with,
+)
 from ratekeeper.decide import credit as credits_
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP, Slots, outcome_of_slots
 from ratekeeper.decide.combine import combine
 from ratekeeper.decide.credit import Credit
 from ratekeeper.decide.leasing import Lease
@@ -34,15 +42,16 @@ NS_PER_US: Final = 1_000
 TIME_BYTES: Final = 7
 
 # As in state.lua. A leaky bucket admits the same requests as a token bucket.
-BUCKET, FIXED, COUNTER, LOG = 1, 2, 3, 4
+BUCKET, FIXED, COUNTER, LOG, FLIGHT = 1, 2, 3, 4, 5
 KINDS: Final[dict[AlgorithmName, int]] = {
     "token_bucket": BUCKET,
     "leaky_bucket": BUCKET,
     "fixed_window": FIXED,
     "sliding_window_counter": COUNTER,
     "sliding_window_log": LOG,
+    "in_flight": FLIGHT,
 }
-NUMBERS_OF_KIND: Final = {BUCKET: 2, FIXED: 2, COUNTER: 3, LOG: 3}
+NUMBERS_OF_KIND: Final = {BUCKET: 2, FIXED: 2, COUNTER: 3, LOG: 3, FLIGHT: 5}
 
 # All limits but logs keep their states in buckets, which many subjects share. With ten million
 # subjects, a bucket has 38 of them: few enough for Redis to store it in one packed piece.
@@ -52,6 +61,9 @@ _BUCKET_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}")
 # A log has a key of its own, with the hash tag of the subject's bucket.
 _LOG: Final = b"log:"
 _LOG_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}log:[A-Za-z0-9_-]{16}")
+# So have requests in flight.
+_SLOTS: Final = b"slots:"
+_SLOTS_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}slots:[A-Za-z0-9_-]{16}")
 # Global limits have keys of their own: see regional.py.
 _REGIONAL_KEY: Final = re.compile(rb"[^{]*:\{%r[0-9]{0,2}\}:(.+)", re.DOTALL)
 _REGIONAL_STATE: Final = re.compile(rb"[0-9a-f]{16}:")
@@ -74,16 +86,17 @@ _CACHED_SUBJECTS: Final = 4_096  # of each store, about 1.5 MB
 def id_of(limit: Limit) -> int:
     """Return the number that identifies a limit in its rule, below 2**32.
 
-    It is odd if the state has a second amount, and 3 more than a multiple of 4 for a log. The
-    algorithm is part of a limit's identity, so this never changes for a number.
+    It is odd if the state has a second amount, and 3 more than a multiple of 4 for a limit that
+    has a key of its own. The algorithm is part of a limit's identity, so this never changes for a
+    number.
     """
     digest = blake2b(limit.identity.encode(), digest_size=4).digest()
     number = int.from_bytes(digest) % (2**30 - 1) + 1
-    return 4 * number + {COUNTER: 1, LOG: 3}.get(KINDS[limit.algorithm], 0)
+    return 4 * number + {COUNTER: 1, LOG: 3, FLIGHT: 3}.get(KINDS[limit.algorithm], 0)
 
 
 def is_log_id(number: int) -> bool:
-    """Return True if this is the number of a log."""
+    """Return True if this is the number of a limit with a key of its own."""
     return number % 4 == 3
 
 
@@ -148,6 +161,11 @@ def is_log(key: bytes) -> bool:
     return _LOG_KEY.fullmatch(key) is not None
 
 
+def is_slots(key: bytes) -> bool:
+    """Return True for the key of requests in flight."""
+    return _SLOTS_KEY.fullmatch(key) is not None
+
+
 Place = tuple[tuple[bytes, ...], bytes]
 """The keys of a subject's states, and the gate, which is an argument of a script. The first key is
 the bucket, if the rule has other limits than logs; then the key of each log."""
@@ -175,8 +193,11 @@ class BucketPlaces:
     """Return the place of a subject."""
 
     def __init__(self, limits: Sequence[Limit], rule: str, prefix: str, hash_key: str) -> None:
-        numbers = map(id_of, limits)
-        self._logs = tuple(each.to_bytes(_ID_BYTES) for each in numbers if is_log_id(each))
+        self._logs = tuple(
+            (_SLOTS if each.algorithm == IN_FLIGHT else _LOG, number.to_bytes(_ID_BYTES))
+            for each, number in ((each, id_of(each)) for each in limits)
+            if is_log_id(number)
+        )
         self._in_bucket = len(self._logs) < len(limits)
         self._end = encode_limits(limits)
         name = blake2b(rule.encode(), digest_size=FIELD_BYTES)
@@ -191,7 +212,10 @@ class BucketPlaces:
     def _with_logs(self, subject: str) -> Place:
         (key,), gate = self._counts(subject)
         field = gate[1 : 1 + FIELD_BYTES]
-        logs = (b"%b%b%b" % (key, _LOG, urlsafe_b64encode(field + each)) for each in self._logs)
+        logs = (
+            b"%b%b%b" % (key, name, urlsafe_b64encode(field + number))
+            for name, number in self._logs
+        )
         return ((key, *logs) if self._in_bucket else tuple(logs)), gate
 
 
@@ -240,7 +264,7 @@ def refill_per_us(limit: Limit) -> tuple[int, int]:
 
 def _fill_us(limit: Limit) -> int:
     """Return the microseconds in which a bucket fills from empty, rounded up; 0 for a log."""
-    if limit.algorithm == "sliding_window_log":
+    if KINDS[limit.algorithm] >= LOG:
         return 0
     numerator, denominator = refill_per_us(limit)
     return -(-limit.capacity * MICROS_PER_UNIT * denominator // numerator)
@@ -292,7 +316,29 @@ class _InMicroseconds:
         )
 
 
-_ALGORITHMS: Final = {name: _InMicroseconds(each) for name, each in ALGORITHMS.items()}
+class _SlotsInReply:
+    """Decides on the numbers that a reply has of requests in flight, instead of their slots."""
+
+    def decide(self, state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+        slots, stamp = state
+        return state, outcome_of_slots(slots, limit, now_ns, cost, stamp)
+
+    refund = ALGORITHMS["in_flight"].refund
+
+
+_ALGORITHMS: Final = {
+    name: _InMicroseconds(_SlotsInReply() if name == IN_FLIGHT else each)
+    for name, each in ALGORITHMS.items()
+}
+
+
+def _slots_of(numbers: Iterator[int], now_us: int) -> State:
+    """Return the state of requests in flight, for `_SlotsInReply`."""
+    taken_us, used, first_us, last_us, own_us = (next(numbers) for _ in range(5))
+    taken_ns = (taken_us if taken_us >= 0 else now_us) * NS_PER_US
+    own_ns = max(own_us, 0) * NS_PER_US
+    found = Slots(taken_ns, used, first_us * NS_PER_US, last_us * NS_PER_US, own_ns)
+    return found, NO_STAMP if own_us < 0 else 1
 
 
 # One limit with the state and the grant that the reference algorithm decides on. A log without its
@@ -329,7 +375,10 @@ class ReplyDecoder:
             (limit, _ALGORITHMS[limit.algorithm], KINDS[limit.algorithm]) for limit in limits
         )
         self._plain = tuple(
-            (limit, ALGORITHMS[limit.algorithm].decide, kind) for limit, _, kind in self._parts
+            (limit, _ALGORITHMS[limit.algorithm].decide, kind)
+            if kind == FLIGHT
+            else (limit, ALGORITHMS[limit.algorithm].decide, kind)
+            for limit, _, kind in self._parts
         )
         self._numbers = 1 + sum(NUMBERS_OF_KIND[kind] for _, _, kind in self._parts)
         # Those at the end of a reply with a lease: its units, its end, and one for each log.
@@ -406,6 +455,9 @@ class ReplyDecoder:
                 if last_us >= 0:
                     state = (last_us * NS_PER_US, reply[place + 1], reply[place + 2])
                 place += 3
+            elif kind == FLIGHT:
+                state = _slots_of(iter(reply[place : place + 5]), now_us)
+                place += 5
             else:
                 log = _LogSummary(last_us, reply[place + 1], reply[place + 2], now_us)
                 outcomes.append(_log_outcome(log, limit, cost))
@@ -444,7 +496,7 @@ class ReplyDecoder:
         before = list(states)
         for index, (limit, algorithm, state, credit) in enumerate(before):
             left = credit
-            if requested > limit.capacity and credit is None:
+            if requested > limit.capacity and credit is None and limit.algorithm != IN_FLIGHT:
                 raise CapacityError(requested, limit)
             if isinstance(state, _LogSummary):
                 outcome = _log_outcome(state, limit, cost)
@@ -463,12 +515,24 @@ class ReplyDecoder:
         if decision.allowed or len(states) == 1 or not any(credit for *_, credit in before):
             return decision
         wait_ns = credits_.wait_together(
-            [(algorithm, state, credit, limit) for limit, algorithm, state, credit in before],
+            [
+                (algorithm, state, credit, limit)
+                for limit, algorithm, state, credit in before
+                if limit.algorithm != IN_FLIGHT
+            ],
             now_ns,
             cost,
             decision.retry_after_ns,
         )
         return decision_with(decision, retry_after_ns=wait_ns)
+
+    def renews(self, reply: list[int]) -> bool:
+        """Return True if a check renewed a slot that the request had already."""
+        return any(
+            state[0].own_ns > 0
+            for limit, _, state, _ in self._states(reply, reply[0])
+            if limit.algorithm == IN_FLIGHT
+        )
 
     def owed(self, reply: list[int]) -> int:
         """Return the units that a limit owes, from the reply to a peek: the most of them."""
@@ -489,7 +553,7 @@ class ReplyDecoder:
         spent: list[int] = []
         for limit, algorithm, state, credit in self._states(reply, now_us):
             own, ends_us = cost, 0
-            at_us = max(now_us, _last_us(state))
+            at_us = max(now_us, -1 if limit.algorithm == IN_FLIGHT else _last_us(state))
             if credit is not None and credit[1] > now_us * NS_PER_US:
                 _, look = algorithm.decide(state, limit, now_us * NS_PER_US, 0)
                 own = min(cost, look.remaining)
@@ -512,22 +576,7 @@ class ReplyDecoder:
         next(numbers)
         states: list[_LimitState] = []
         for limit, algorithm, kind in self._parts:
-            last_us = next(numbers)
-            state: State = None
-            if kind in {BUCKET, FIXED}:
-                amount = next(numbers)
-                if last_us >= 0:
-                    state = (last_us * NS_PER_US, amount)
-            elif kind == COUNTER:
-                previous, current = next(numbers), next(numbers)
-                if last_us >= 0:
-                    state = (last_us * NS_PER_US, previous, current)
-            elif granted:
-                alive, times = next(numbers), next(numbers)
-                if alive:
-                    state = (_times_ns(cast("bytes", cast("object", times))), 0, alive)
-            else:
-                state = _LogSummary(last_us, next(numbers), next(numbers), now_us)
+            state = _state_of(kind, numbers, now_us, granted=bool(granted))
             credit = None
             if granted:
                 units, ends_us = next(numbers), next(numbers)
@@ -574,6 +623,23 @@ class ReplyDecoder:
             return max(longest_ns, credits_.wait_together(after, now_ns, cost, 0))
         except CapacityError:  # it used granted units; no wait would help
             return 0
+
+
+def _state_of(kind: int, numbers: Iterator[int], now_us: int, *, granted: bool) -> State:
+    """Return one limit's state from the next numbers of a reply."""
+    if kind == FLIGHT:
+        return _slots_of(numbers, now_us)
+    last_us = next(numbers)
+    if kind in {BUCKET, FIXED}:
+        amount = next(numbers)
+        return None if last_us < 0 else (last_us * NS_PER_US, amount)
+    if kind == COUNTER:
+        previous, current = next(numbers), next(numbers)
+        return None if last_us < 0 else (last_us * NS_PER_US, previous, current)
+    if not granted:
+        return _LogSummary(last_us, next(numbers), next(numbers), now_us)
+    alive, times = next(numbers), next(numbers)
+    return (_times_ns(cast("bytes", cast("object", times))), 0, alive) if alive else None
 
 
 def _with_holds(state: State, numbers: Sequence[int], kind: int) -> State:

@@ -105,6 +105,8 @@ _HINTS: Final = {
     "WRONGPASS": "; check username and password",
     "NOPERM": "; the user needs ~<prefix>:* +eval +evalsha +script|load "
     "+hget +hset +hdel +hrandfield +pttl +pexpire +time, for logs +set +getrange +setrange +del, "
+    "for requests in flight +zadd +zcount +zrangebyscore +zremrangebyscore +zrevrange +zscore "
+    "+zrem, "
     "and for global limits and cells +get +set +mget +hkeys +zadd +zrem +zrangebyscore +zcard",
     "READONLY": "; this is a replica: name the primary, or use redis+sentinel://",
     "MISCONF": "; Redis cannot write its snapshots: repair the disk, or see its log",

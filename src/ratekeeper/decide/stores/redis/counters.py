@@ -21,6 +21,7 @@ from ratekeeper.core import switches
 from ratekeeper.core.errors import StoreError, StoreUnavailable, show
 from ratekeeper.core.model import Decision
 from ratekeeper.core.steps import Ask, Steps, asking
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.decider import Group, deciding
 from ratekeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
 from ratekeeper.decide.store import Answer, Charge
@@ -29,6 +30,7 @@ from ratekeeper.decide.stores.redis.denial_cache import Moment
 from ratekeeper.decide.stores.redis.driver import Links, RedisDriver
 from ratekeeper.decide.stores.redis.scripts import (
     SERVER_NOW,
+    SLOTS,
     ReportAttempt,
     RuleScripts,
     ScriptCall,
@@ -104,7 +106,8 @@ class CheckGroup:
     def equal(self) -> Hashable:
         """Return the same for checks that one charge of a call can stand for."""
         charge = self.charges[0]
-        return charge if self.alone and charge.cost and not self._looks else self
+        plain = self.alone and charge.cost and not self._looks and not charge.stamp
+        return charge if plain else self
 
     def lane(self, *, clustered: bool) -> Hashable:
         """Return the same for groups that can share a call."""
@@ -123,9 +126,10 @@ class CheckGroup:
 
     def command(self) -> tuple[bytes, bytes]:
         """Return the key of the call, and the bytes to send."""
-        if len(self.charges) == 1 and self.moment is SERVER_NOW and self.leases is None:
+        scripts, subject, cost, _, _, _, stamp = self.charges[0]
+        plain = self.leases is None and not stamp
+        if len(self.charges) == 1 and self.moment is SERVER_NOW and plain:
             # Without making the call. Alone in its group, a charge may as well be optional.
-            scripts, subject, cost, *_ = self.charges[0]
             return scripts.check_command(subject, cost, spend=not self._looks)
         call = batch_call([self.charges], self.moment[0], spend=not self._looks)
         return call.key, call.by_sha()
@@ -167,7 +171,8 @@ class CheckGroup:
         return decisions
 
     def _keep(self, charge: ScriptCharge, denial: Decision) -> None:
-        if charge.cost == 1 and not denial.remaining:
+        # When a request in flight ends is not known, so neither is how long its denials last.
+        if charge.cost == 1 and not denial.remaining and charge.scripts.script is not SLOTS:
             self._links.cache.keep(charge, denial, self.moment, self._asked_ns)
 
     def _answers(self, replies: Sequence[Any]) -> list[Answer]:
@@ -221,10 +226,10 @@ class CheckGroup:
         charged, self._charged = self._charged, NOTHING
         calls: list[ScriptCall] = []
         for charge, reply, answer in zip(self.charges if charged[0] else (), *charged, strict=True):
-            scripts, subject, cost, *_ = charge
+            scripts, subject, cost, *_, stamp = charge
             if isinstance(answer, StoreError) or not cost:
                 continue
-            calls.append(scripts.undo(subject, self._without_lease(charge, reply), cost))
+            calls.append(scripts.undo(subject, self._without_lease(charge, reply), cost, stamp))
             lease = (self.leases or {}).pop((scripts.encoded, subject), NO_LEASE)
             if lease.units:
                 ends_us = lease.ends_ns // NS_PER_US
@@ -250,13 +255,18 @@ class CheckGroup:
 class RedisCounter:
     """One rule's limits on Redis."""
 
-    __slots__ = ("_cache", "_links", "limits", "scripts")
+    __slots__ = ("_cache", "_links", "limits", "scripts", "stamp")
 
-    def __init__(self, scripts: RuleScripts, links: Links) -> None:
+    def __init__(self, scripts: RuleScripts, links: Links, stamp: int = NO_STAMP) -> None:
+        self.stamp = stamp
         self.limits = scripts.decoder.limits
         self.scripts = scripts
         self._links = links
         self._cache = links.cache
+
+    def stamped(self, stamp: int) -> RedisCounter:
+        """Return the counter for one request; see Counter.stamped."""
+        return RedisCounter(self.scripts, self._links, stamp)
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: the server decides."""
@@ -269,25 +279,26 @@ class RedisCounter:
                 return decision
         links = self._links
         # In half the time of a call of ScriptCharge.
-        charge = _new(ScriptCharge, (self.scripts, subject, cost, False, 1, None))
+        charge = _new(ScriptCharge, (self.scripts, subject, cost, False, 1, None, self.stamp))
         return Ask(links.wait, links.send, CheckGroup(links, (charge,), alone=True))
 
     def peek(self, subject: str, cost: int) -> Ask:
         """Return the answer of `check`, with the remaining quota as it is now."""
         links = self._links
-        charge = ScriptCharge(self.scripts, subject, cost)
+        charge = ScriptCharge(self.scripts, subject, cost, stamp=self.stamp)
         group = CheckGroup(links, (charge,), alone=True, looks=True)
         return links.joint_ask(group)
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> Ask:
         """Give units that were charged at `charged_ns` back to every limit."""
         return self._links.ask(
-            self._giving, subject, self.scripts.refund(subject, units, charged_ns)
+            self._giving, subject, self.scripts.refund(subject, units, charged_ns, self.stamp)
         )
 
     def owe(self, subject: str, units: int) -> int | Ask:
         """Charge units in full, in one round trip; return what was forgiven. See Counter.owe."""
-        return self._links.ask(self._owing, subject, units) if units else 0
+        scripts = self.scripts.of_units()
+        return self._links.ask(self._owing, scripts, subject, units) if units and scripts else 0
 
     def owed(self, subject: str) -> Ask:
         """Return the units that a limit owes now."""
@@ -303,9 +314,11 @@ class RedisCounter:
         """Forget what the subject spent and was granted."""
         return self._links.ask(self._giving, subject, self.scripts.reset(subject))
 
-    def _owing(self, driver: RedisDriver, subject: str, units: int) -> Steps[int]:
+    def _owing(
+        self, driver: RedisDriver, scripts: RuleScripts, subject: str, units: int
+    ) -> Steps[int]:
         try:
-            reply = yield from driver.running(self.scripts.owe(subject, units))
+            reply = yield from driver.running(scripts.owe(subject, units))
         finally:  # a denial that is known here may end later now
             self._cache.drop(subject)
         return forgiven_in(reply)
@@ -358,7 +371,8 @@ def script_charges(
     for at, (counter, subject, cost) in enumerate(charges):
         scripts = counter.scripts
         asked = None if terms is None else terms[scripts.encoded, subject]
-        made.append(ScriptCharge(scripts, subject, cost, at in optional, 1, asked))
+        stamp = counter.stamp
+        made.append(ScriptCharge(scripts, subject, cost, at in optional, 1, asked, stamp))
     return made
 
 

@@ -41,13 +41,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from hiredis import ReplyError
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
 from ratekeeper.core.errors import StoreError, StoreFull, StoreUnavailable, show
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Limit
 from ratekeeper.core.steps import Ask, Call, Steps, Together, run, run_async
 from ratekeeper.decide.stores.redis.batches import Batcher
-from ratekeeper.decide.stores.redis.breakers import RANDOM, BreakerProber, ServerBreakers
+from ratekeeper.decide.stores.redis.breakers import BreakerProber, ServerBreakers
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 from ratekeeper.decide.stores.redis.connections import (
     BlockingConnection,

@@ -42,10 +42,10 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreUnavailable
 from ratekeeper.decide.store import BreakerState, ServerStatus
-from ratekeeper.decide.stores.redis.breakers import RANDOM
 from ratekeeper.decide.stores.redis.config import Address, Mode, RedisConfig
 from ratekeeper.decide.stores.redis.findings import (
     FindingLevel,

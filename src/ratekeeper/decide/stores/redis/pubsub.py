@@ -22,9 +22,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.errors import StoreTimeout, StoreUnavailable
 from ratekeeper.decide.store import REGISTERED_MAX
-from ratekeeper.decide.stores.redis.breakers import RANDOM
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 from ratekeeper.decide.stores.redis.topology import (
     Topology,

@@ -1,9 +1,10 @@
 """The scripts that run inside Redis, and the calls of them.
 
-Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS` and `LEASES` are one text
-(`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that a script
-makes takes time. `OWE` charges in full, `REFUND` returns units to limits other than logs, and
-`CHANGE` does all other changes. A server identifies a script by the SHA-1 of its text, so two
+Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS`, `SLOTS` and `LEASES` are
+one text (`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that
+a script makes takes time. `OWE` charges in full, `REFUND` returns units to limits other than logs,
+and `CHANGE` and `CHANGE_SLOTS` do all other changes. Of a rule that counts requests in flight
+(`SLOTS`), no node has leases. A server identifies a script by the SHA-1 of its text, so two
 versions of Ratekeeper on one server never run each other's scripts.
 
 `batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
@@ -46,9 +47,11 @@ from hiredis import pack_command
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, SystemClock
-from ratekeeper.core.model import UNITS_MAX, Limit
+from ratekeeper.core.model import IN_FLIGHT, UNITS_MAX, Limit
+from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.leasing import LeaseTerms, lifetime_ns
 from ratekeeper.decide.stores.redis.codec import (
+    FLIGHT,
     KINDS,
     LOG,
     NS_PER_US,
@@ -120,7 +123,8 @@ def _text_of(name: str, features: Sequence[str] = ()) -> bytes:
         elif line.startswith(b"--@ if "):
             sections.append(line[7:].decode() in features)
         elif line.startswith(b"--@ "):
-            kept.append(_text_of(line[4:].decode(), features))
+            if all(sections):
+                kept.append(_text_of(line[4:].decode(), features))
         elif line and all(sections) and line[:2] != b"--":
             kept.append(_SPACED.sub(rb"\1\2\3", line.partition(b" -- ")[0]))
     return b"\n".join(kept)
@@ -168,8 +172,13 @@ _LOGS: Final = ("arithmetic", "state", "holds", "rings")
 _EVERYTHING: Final = ("logs", "leases")
 COUNTS: Final = _script_named(*_COUNTS, "check", features=(), reply=list)
 LOGS: Final = _script_named(*_LOGS, "check", features=("logs",), reply=list)
+SLOTS: Final = _script_named(*_LOGS, "check", features=("logs", "slots", "check"), reply=list)
 LEASES: Final = _script_named(*_LOGS, "check", features=_EVERYTHING, reply=list)
 CHANGE: Final = _script_named(*_LOGS, "refunded", "change", features=_EVERYTHING, reply=list)
+# Nodes lease nothing of a rule that counts requests in flight.
+CHANGE_SLOTS: Final = _script_named(
+    *_LOGS, "refunded", "change", features=("logs", "slots", "meets"), reply=list
+)
 REFUND: Final = _script_named(*_COUNTS, "refunded", "refund", features=(), reply=list)
 OWE: Final = _script_named(*_COUNTS, "owe", features=(), reply=list)
 OWE_LOGS: Final = _script_named(*_LOGS, "owe", features=("logs",), reply=list)
@@ -234,6 +243,7 @@ class RuleScripts:
     __slots__ = (
         "_check",
         "_clock",
+        "_made_of",
         "by_server_clock",
         "decoder",
         "encoded",
@@ -249,7 +259,9 @@ class RuleScripts:
         self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
     ) -> None:
         self.decoder = ReplyDecoder(limits, rule)
-        self.script = LOGS if LOG in map(KINDS.get, (each.algorithm for each in limits)) else COUNTS
+        self._made_of = (limits, rule, config, clock)
+        kinds = {KINDS[each.algorithm] for each in limits}
+        self.script = SLOTS if FLIGHT in kinds else LOGS if LOG in kinds else COUNTS
         self._clock = clock
         self.by_server_clock = type(clock) is SystemClock
         self.field = rule.encode()
@@ -259,6 +271,14 @@ class RuleScripts:
         # gates of all subjects have one length.
         head = pack("EVALSHA", self.script.sha, 1).replace(b"*3", b"*6", 1)
         self._check = head + b"$%%d\r\n%%b\r\n$%d\r\n%%b\r\n%%b" % len(self.place("")[1])
+
+    def of_units(self) -> RuleScripts | None:
+        """Return the calls of the limits that count units; None if there are none."""
+        if self.script is not SLOTS:
+            return self
+        limits, rule, config, clock = self._made_of
+        counted = tuple(limit for limit in limits if limit.algorithm != IN_FLIGHT)
+        return RuleScripts(counted, rule, config, clock) if counted else None
 
     def now(self) -> tuple[ScriptTime, int]:
         """Return the time argument of a script, and the caller's nanoseconds past it."""
@@ -277,8 +297,10 @@ class RuleScripts:
         """Return the key that the slot of a subject's states follows from."""
         return self.place(subject)[0][0]
 
-    def _changed(self, subject: str, verb: int, *numbers: int) -> ScriptCall:
-        return _change_call([self._change(subject, verb, *numbers)], self.now()[0])
+    def _changed(self, subject: str, stamp: int, verb: int, *numbers: int) -> ScriptCall:
+        (keys, gate), change = self._change(subject, verb, *numbers)
+        call = _change_call([((keys, with_stamp(gate, stamp)), change)], self.now()[0])
+        return call._replace(script=CHANGE_SLOTS) if self.script is SLOTS else call
 
     def _change(self, subject: str, verb: int, *numbers: int) -> tuple[Place, bytes]:
         return self.place(subject), encode_sequence((verb, *numbers))
@@ -300,15 +322,24 @@ class RuleScripts:
         """Return the call that decides as `check` would, and spends nothing."""
         return batch_call([[ScriptCharge(self, subject, cost)]], now, spend=False)
 
-    def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
+    def refund(
+        self, subject: str, units: int, charged_ns: int | None, stamp: int = NO_STAMP
+    ) -> ScriptCall:
         """Return the call that gives units back, charged at this time of the server's clock."""
         charged = 0 if charged_ns is None else max(charged_ns, 0) // NS_PER_US + 1
-        change = _REFUND_NUMBERS.pack(_REFUND, _UINT64, min(units, UNITS_MAX), _UINT64, charged)
-        return self._call(REFUND if self.script is COUNTS else CHANGE, subject, change)
+        units = min(units, UNITS_MAX)
+        if self.script is not COUNTS:
+            return self._changed(subject, stamp, _REFUND, units, charged)
+        change = _REFUND_NUMBERS.pack(_REFUND, _UINT64, units, _UINT64, charged)
+        return self._call(REFUND, subject, change)
 
-    def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
-        """Return the call that gives back exactly the units that a check took."""
-        return self._changed(subject, _UNDO, *self.decoder.spent(reply, cost))
+    def undo(self, subject: str, reply: list[int], cost: int, stamp: int = NO_STAMP) -> ScriptCall:
+        """Return the call that gives back exactly the units that a check took, and its slot.
+
+        A slot that the request had before the check is not freed.
+        """
+        stamp = NO_STAMP if self.decoder.renews(reply) else stamp
+        return self._changed(subject, stamp, _UNDO, *self.decoder.spent(reply, cost))
 
     def owe(self, subject: str, units: int) -> ScriptCall:
         """Return the call that charges units in full."""
@@ -325,16 +356,21 @@ class RuleScripts:
         """Return the call that adds extra units."""
         # Rounded up: a grant never ends before the promised time.
         ttl = 0 if ttl_ns is None else min(-(-ttl_ns // NS_PER_US), _TIME_MAX) + 1
-        return self._changed(subject, _GRANT, min(units, UNITS_MAX), ttl, UNITS_MAX)
+        return self._changed(subject, NO_STAMP, _GRANT, min(units, UNITS_MAX), ttl, UNITS_MAX)
 
     def reset(self, subject: str) -> ScriptCall:
         """Return the call that deletes what the subject spent and was granted."""
-        return self._changed(subject, _RESET)
+        return self._changed(subject, NO_STAMP, _RESET)
 
     def report(self, report: ReportAttempt) -> tuple[Place, bytes]:
         """Return the change of a report."""
         verb = _LATE if report.is_late else _BACK
         return self._change(report.subject, verb, min(report.units, UNITS_MAX), report.time_us)
+
+
+def with_stamp(gate: bytes, stamp: int) -> bytes:
+    """Return a gate for one request."""
+    return gate + encode_sequence((stamp,)) if stamp else gate
 
 
 class ScriptCharge(NamedTuple):
@@ -349,6 +385,8 @@ class ScriptCharge(NamedTuple):
     """The equal requests in a row that this stands for; above 1 only if it is a group alone."""
     terms: LeaseTerms | None = None
     """The terms of a lease, for all charges of a call or for none. Then `requests` is 1."""
+    stamp: int = NO_STAMP
+    """Of the request, if a limit counts requests in flight. Then `requests` is 1, too."""
 
 
 def batch_call(
@@ -369,8 +407,10 @@ def batch_call(
             if spend and charge.terms is not None:
                 script = LEASES
                 gate += encode_sequence(charge.scripts.lease_arguments(charge.terms, charge.cost))
-            elif script is COUNTS:
+            elif script is COUNTS or charge.scripts.script is SLOTS:
                 script = charge.scripts.script
+            if charge.stamp:
+                gate = with_stamp(gate, charge.stamp)
             code = (at > 0) + 2 * charge.optional + 4 * (charge.requests - 1)
             arguments += [gate, min(charge.cost, _COST_MAX) + _AMOUNT_CODES * code]
     if now != SERVER_TIME or not spend:

@@ -39,8 +39,8 @@ from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnect
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
+from ratekeeper.core.chance import RANDOM
 from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable, show
-from ratekeeper.decide.stores.redis.breakers import RANDOM
 from ratekeeper.decide.stores.redis.config import REPEATED_ARGUMENTS, Address, RedisConfig
 from ratekeeper.decide.stores.redis.findings import FORBIDDEN
 

@@ -21,6 +21,7 @@ local REFUND, UNDO, BACK, LATE, GRANT, RESET = 1, 2, 3, 4, 5, 6
 -- charge may be of a time at which they were not (see leasing.py).
 local LATE_KEPT = 2000000
 
+--@ if leases
 -- Take units out of the group that holds a lease until then; return how many they are.
 local function take_hold(extra, units, ends)
     for group = 3, 5, 2 do
@@ -34,6 +35,7 @@ local function take_hold(extra, units, ends)
     return 0
 end
 
+--@ end
 -- Let debt enter a log that has so much room.
 local function fill(ring, extra, room, at)
     local entering = min(room, extra[OWED])
@@ -72,6 +74,7 @@ local function refund_log(ring, units, charged, extra)
     fill(ring, extra, removed, at)
 end
 
+--@ if leases
 -- Return a state after units of a lease were given back, or nothing; see the algorithms' give_back.
 local function given_back(gate, g, last, a, b, extra, units, ends)
     local kind, window = gate[g + KIND], gate[g + WINDOW]
@@ -151,10 +154,26 @@ local function charged_late(gate, g, last, a, b, extra, units, charged)
     return at, previous, current
 end
 
+--@ end
+--@ if slots
+-- Free the slot of a stamp, or all. The state goes with the last slot.
+local function change_slots(slots, stamp, verb)
+    if stamp > 0 and (verb == REFUND or verb == UNDO) then
+        call('ZREM', slots.key, member_of(stamp))
+    end
+    local live = '(' .. member_of(max(now, slots.taken))
+    if verb == RESET or slots.taken >= 0 and call('ZCOUNT', slots.key, live, '+inf') == 0 then
+        call('DEL', slots.key)
+        slots.taken = -1
+    end
+end
+
+--@ end
 -- Change a log.
 local function change_log(ring, verb, units, time, extra)
     if verb == REFUND or verb == UNDO then
         refund_log(ring, units, time, extra)
+--@ if leases
     elseif verb == BACK then
         if ring.last >= time then
             refund_log(ring, units, time, extra)
@@ -166,6 +185,7 @@ local function change_log(ring, verb, units, time, extra)
             end
             fill(ring, extra, take_hold(extra, units, time), at)
         end
+--@ end
     elseif verb == RESET then
         extra[OWED] = 0
         live_holds(extra, max(now, ring.last) - 1)
@@ -196,6 +216,7 @@ end
 local function changed_count(gate, g, verb, last, a, b, extra, units, time)
     if verb == REFUND or verb == UNDO then
         return refunded(gate, g, last, a, b, extra, units, time)
+--@ if leases
     elseif verb == BACK then
         return given_back(gate, g, last, a, b, extra, units, time)
     elseif verb == LATE then
@@ -203,6 +224,7 @@ local function changed_count(gate, g, verb, last, a, b, extra, units, time)
         last, a, b = charged_late(gate, g, last, a, b, extra, units, time)
         live_holds(extra, at)
         return last, a, b
+--@ end
     elseif verb == RESET then
         last, extra[OWED] = max(now, last), 0
         live_holds(extra, last)
@@ -219,7 +241,7 @@ local function changed_count(gate, g, verb, last, a, b, extra, units, time)
 end
 
 -- Return the reply of a check of 0 units.
-local function seen(gate, held, logs, extras)
+local function seen(gate, held, logs, extras, stamp)
     local granted, holding, owing, answer, p = false, false, false, {now}, HELD_FIRST
     for _, extra in pairs(extras) do
         live_holds(extra, 0)
@@ -227,7 +249,14 @@ local function seen(gate, held, logs, extras)
         owing = owing or extra[OWED] > 0
     end
     for g = GATE_FIRST, #gate, GATE_STEP do
-        local extra, size = extras[g], #answer
+        local extra, size = extras[g] or {0, 0, 0, 0, 0, 0, 0, 0}, #answer
+--@ if slots
+        if gate[g + KIND] == FLIGHT then
+            for _, number in ipairs({look_at(logs[g], stamp)}) do
+                answer[#answer + 1] = number
+            end
+        else
+--@ end
         if gate[g + KIND] == LOG then
             local ring = logs[g]
             local oldest = max(now, ring.last) - ring.window
@@ -251,6 +280,9 @@ local function seen(gate, held, logs, extras)
             end
             p = p + 3
         end
+--@ if slots
+        end
+--@ end
         for number = granted and 1 or 3, holding and 6 or granted and 2 or 0 do
             answer[#answer + 1] = extra[number]
         end
@@ -264,6 +296,10 @@ end
 local function change(number)
     local gate = {cmsgpack.unpack(ARGV[2 * number - 1])}
     local verb = {cmsgpack.unpack(ARGV[2 * number])}
+    local stamp = 0
+--@ if slots
+    stamp = #gate % GATE_STEP == 2 and table.remove(gate) or 0
+--@ end
     local key, held, logs, extras
     local last_g, strict = #gate, verb[1] == LATE
     --@ open
@@ -278,7 +314,7 @@ local function change(number)
         local kind, window = gate[g + KIND], gate[g + WINDOW]
         local extra, ring = extras[g] or {0, 0, 0, 0, 0, 0, 0, 0}, logs[g]
         local i = (g - GATE_FIRST) / GATE_STEP * 4
-        extras[g] = extra
+        extras[g] = kind ~= FLIGHT and extra or nil
         live_holds(extra, 0)
         local units, time, granted, ends = verb[2] or 0, verb[3] or 0, 0, 0
         if verb[1] == REFUND then
@@ -292,7 +328,7 @@ local function change(number)
         elseif verb[1] == UNDO then
             units, time, granted, ends = verb[i + 2], verb[i + 3], verb[i + 4], verb[i + 5]
             granted = now < ends and granted or 0
-        elseif verb[1] == GRANT then
+        elseif verb[1] == GRANT and kind ~= FLIGHT then
             granted, ends = units, now + (time > 0 and time - 1 or window)
             if now >= extra[2] then
                 extra[1], extra[2] = 0, 0
@@ -305,6 +341,11 @@ local function change(number)
             end
         end
         local after = granted > 0 and extra[2] or nil
+--@ if slots
+        if kind == FLIGHT then
+            change_slots(ring, stamp, verb[1])
+        else
+--@ end
         if ring then
             ring.need = nil
             if units > 0 or verb[1] == RESET then
@@ -325,8 +366,11 @@ local function change(number)
             need = after and max(need or 0, after) or need
             p = p + (kind == COUNTER and 4 or 3)
         end
+--@ if slots
+        end
+--@ end
     end
-    local answer = seen(gate, held, logs, extras)
+    local answer = seen(gate, held, logs, extras, stamp)
     if key then
         held = complete(gate, held, extras)
         if held[3] > 0 or held[HELD_FIRST] then

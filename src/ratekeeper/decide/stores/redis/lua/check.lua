@@ -14,6 +14,7 @@
 --     bucket, fixed   last, a                     last is -1 if there is no state
 --     counter         last, a, b
 --     log             last, number of live times, the time that must expire for the cost to fit
+--     in flight       the five numbers of `look_at` in slots.lua
 --
 -- If any units are granted, each limit has two more numbers (units, end), and a log returns all its
 -- live times instead of the one. If any units are leased, each limit has four more: the units and the
@@ -29,6 +30,8 @@
 -- microseconds that the lease lasts. Then the units and the end of the lease are last in the reply,
 -- and for each log the time that must expire for the same cost to fit once more; 0 if it fits, or if
 -- units are granted.
+--
+-- Or it has one more number: the stamp of a request, which takes a slot of limits of requests in flight.
 --
 -- A charge changes arrays and logs, which later charges of the call see. They are written after the
 -- last charge of the group has passed, and dropped otherwise. The usual path, of one limit without
@@ -70,6 +73,10 @@ local function decide(charge)
     leases = last_g % GATE_STEP == 4
     last_g = leases and last_g - 3 or last_g
 --@ end
+--@ if slots
+    local stamp = last_g % GATE_STEP == 2 and gate[last_g] or 0
+    last_g = last_g - (last_g - 1) % GATE_STEP
+--@ end
     local key, held, logs, extras
     local strict = cost > 0 and not look
     --@ open
@@ -92,7 +99,7 @@ local function decide(charge)
         local kind, capacity, window = gate[g + KIND], gate[g + CAPACITY], gate[g + WINDOW]
         local extra, last, a, at, room = extras and extras[g], nil, nil, nil, nil
         local owed = owing and extra and extra[OWED] or 0
-        if kind ~= LOG then
+        if kind < LOG then
             last, a = held[1] - held[p + 1], held[p + 2]
             answer[size + 1], answer[size + 2] = last, a
             size, at = size + 2, last > now and last or now
@@ -145,11 +152,20 @@ local function decide(charge)
                 held[p + 3] = b
             end
         end
-        if kind ~= LOG then
+        if kind < LOG then
             if cost > 0 then
                 held[p + 1], held[p + 2] = held[1] - at, a
             end
             p = p + (kind == COUNTER and 4 or 3)
+--@ if slots
+        elseif kind == FLIGHT then
+            local taken, used, first, finish, own = look_at(logs[g], stamp)
+            answer[size + 1], answer[size + 2], answer[size + 3] = taken, used, first
+            answer[size + 4], answer[size + 5] = finish, own
+            size = size + 5
+            -- One slot, whatever the cost.
+            room = (used < capacity or own > 0) and 9007199254740991 or 0
+--@ end
 --@ if logs
         else
             local ring = logs[g]
@@ -238,8 +254,13 @@ local function decide(charge)
                 own = min(units, rooms[g])
                 extra[1] = now < extra[2] and extra[1] - units + own or 0
             end
+--@ if slots
+            if kind == FLIGHT then
+                take_slot(ring, stamp)
+            end
+--@ end
 --@ if logs
-            if ring then
+            if ring and kind == LOG then
                 if own > 0 then
                     if ring.entry then
                         enter(ring, extra, ring.at)
@@ -310,7 +331,7 @@ local function decide(charge)
 --@ if logs
     for g = GATE_FIRST, logs and last_g or 0, GATE_STEP do
         local ring = logs[g]
-        if ring then
+        if ring and gate[g + KIND] == LOG then
             local extra, found = extras and extras[g], 0
             if not granted and (leases or admitted < requests) then
                 found = blocking(ring, extra, cost)
@@ -371,10 +392,14 @@ local function decide_group(first, last, answers)
         rings = {}
     end
 --@ end
+    local pieces = {}
     for number = 1, passes and not look and #staged or 0 do
         local states = staged[number]
         if states[1] then
+            -- A charge of the group before this one may have written more pieces, or fewer.
+            states[3][3] = pieces[states[2]] or states[3][3]
             write(states[1], states[2], states[3], states[4])
+            pieces[states[2]] = max(states[3][3], 1)
         end
 --@ if logs
         for _, ring in pairs(states[5] or {}) do

@@ -1,4 +1,4 @@
--- Count the states in KEYS[1]: a bucket, a log, or a key of global limits. It only reads, and does not
+-- Count the states in KEYS[1]: a bucket, a log, requests in flight, or a key of global limits. It only reads, and does not
 -- use state.lua, which explains the fields: that reads one rule of one subject, and this all of them.
 --
 -- A key that ends in {%...}, without another % or }, is a bucket. A field that continues another has
@@ -16,7 +16,8 @@ if name then
     return numbers[1] and math.max(math.floor((#numbers - 3) / 6), 0) or 0
 end
 if not string.find(key, '^[^{]*:{%%[^%%}]+}$') then
-    return string.find(key, '^[^{]*:{%%[^%%}]+}log:') and 1 or 0
+    local own = '^[^{]*:{%%[^%%}]+}'
+    return (string.find(key, own .. 'log:') or string.find(key, own .. 'slots:')) and 1 or 0
 end
 local fields, states, read = redis.call('HKEYS', key), 0, 0
 for _, field in ipairs(fields) do

@@ -24,7 +24,7 @@ arrange = function(gate, last, held, extras, strict)
     end
     for g = GATE_FIRST, last, GATE_STEP do
         local id, kind = gate[g + ID], gate[g + KIND]
-        if kind ~= LOG and not take(id, kind == COUNTER and 4 or 3) then
+        if kind < LOG and not take(id, kind == COUNTER and 4 or 3) then
             if strict and held and held[NUMBERS_MAX] then
                 error('CROWDED')
             end
@@ -32,7 +32,7 @@ arrange = function(gate, last, held, extras, strict)
             arranged[size + 1], arranged[size + 2], arranged[size + 3] = id, arranged[1] + 1, 0
             arranged[size + 4] = kind == COUNTER and 0 or nil
         end
-        for group = 0, kind ~= LOG and 3 or -1 do
+        for group = 0, kind < LOG and 3 or -1 do
             local q = take(-id - group * HOLD, 0)
             if q then
                 extras[g] = extras[g] or {0, 0, 0, 0, 0, 0, 0, 0}
@@ -63,7 +63,7 @@ complete = function(gate, held, extras)
         p = finish
     end
     for g, extra in pairs(extras) do
-        for group = 0, gate[g + KIND] ~= LOG and 3 or -1 do
+        for group = 0, gate[g + KIND] < LOG and 3 or -1 do
             if extra[2 * group + 1] > 0 then
                 local size = #whole
                 whole[size + 1], whole[size + 2] = -gate[g + ID] - group * HOLD, 0

@@ -14,8 +14,12 @@
 -- memory follows the times that are alive. The string is set as a whole then: Redis doubles the
 -- memory of a string that grows in place.
 
-local HEAD_BYTES, TIME_BYTES, MORE_BYTES = 21, 7, 37
+local HEAD_BYTES, TIME_BYTES, MORE_BYTES, BLOCK = 21, 7, 37, 128
 local rings = {}
+
+--@ if slots
+--@ slots
+--@ end
 
 -- Return a log. `new` are packed times behind those that are stored.
 local function ring_of(key)
@@ -127,18 +131,26 @@ local function extend(ring, extra, at)
     local filled = min(debt, max(ring.capacity - size - extra[3] - more, 0))
     local first, last = size + filled + extra[3] + more, size > 0 and ring.last or ends - ring.window + 1
     local again = min(first, ring.capacity)
-    ring.entry = function(position)
+    -- Return where an entry comes from, the end of its run, the time of that run, if it is not in the log,
+    -- and how much later the entry is.
+    ring.origin = function(position)
         local rounds = max(floor((position - first) / again) + 1, 0)
         if rounds > 0 then
             position = first - again + (position - first) % again
         end
-        local time = position < first - more and ends or last_ends
+        local later = rounds * ring.window
         if position < size then
-            time = time_at(ring, position)
+            return position, size, nil, later
         elseif position < size + filled then
-            time = last
+            return position, size + filled, last, later
+        elseif position < first - more then
+            return position, first - more, ends, later
         end
-        return time + rounds * ring.window
+        return position, first, last_ends, later
+    end
+    ring.entry = function(position)
+        local origin, _, time, later = ring.origin(position)
+        return (time or time_at(ring, origin)) + later
     end
     local function until_after(high, time)
         local low = 0
@@ -158,22 +170,56 @@ local function extend(ring, extra, at)
     ring.owed = ring.length - ring.due - (ends > at and extra[3] or 0) - (last_ends > at and more or 0)
 end
 
--- Put the debt into a log that has entered it, and drop what has left the window.
+-- Return packed times with so much added to each. A run of equal ones, as a settlement makes them, is
+-- written at once.
+local function shifted(packed, later)
+    local count = #packed / TIME_BYTES
+    local first, last = struct.unpack('>I7', packed), struct.unpack('>I7', packed, #packed - TIME_BYTES + 1)
+    if first == last then
+        return string.rep(struct.pack('>I7', first + later), count)
+    end
+    local format = '>' .. string.rep('I7', count)
+    local moved = {struct.unpack(format, packed)}
+    for place = 1, count do
+        moved[place] = moved[place] + later
+    end
+    return struct.pack(format, unpack(moved, 1, count))
+end
+
+-- Put the debt into a log that has entered it, and drop what has left the window. The times of the log
+-- are copied in blocks: one by one, a million of them would hold up the server for two seconds.
 local function enter(ring, extra, at)
     local size = size_of(ring)
     local packed = {times(ring, min(ring.gone, size), max(min(ring.due, size) - ring.gone, 0))}
-    for position = max(ring.gone, size), ring.due - 1 do
-        packed[#packed + 1] = struct.pack('>I7', ring.entry(position))
+    local position = max(ring.gone, size)
+    while position < ring.due do
+        local origin, finish, time, later = ring.origin(position)
+        local count = min(finish - origin, ring.due - position)
+        if time then
+            packed[#packed + 1] = string.rep(struct.pack('>I7', time + later), count)
+        else
+            count = min(count, BLOCK)
+            packed[#packed + 1] = shifted(times(ring, origin, count), later)
+        end
+        position = position + count
     end
     replace_from(ring, 0, table.concat(packed))
     extra[OWED] = ring.owed
     live_holds(extra, at)
-    ring.entry = nil
+    ring.entry, ring.origin = nil, nil
 end
 
 -- Write a log that is needed until `ring.need`. A log has at least as many slots as it has times, and at
 -- most as many as its limit.
 local function save(ring)
+--@ if slots
+    if ring.pending then
+--@ if check
+        save_slots(ring)
+--@ end
+        return
+    end
+--@ end
     local size, extra, need = size_of(ring), ring.extra, ring.need
     local version, more = 0, ''
     if extra and extra[1] + extra[3] + extra[5] + extra[OWED] > 0 then

@@ -1,7 +1,7 @@
 -- The states of a subject's counts. `arithmetic.lua` is before it.
 --
 -- Each limit has one place, whatever the other limits of its rule are. A log has a key of its own: see
--- `rings.lua`. The states of all other limits of a rule are in a field of a bucket, a hash that many
+-- `rings.lua`; so have requests in flight: see `slots.lua`. The states of all other limits of a rule are in a field of a bucket, a hash that many
 -- subjects share. The field is 8 bytes of a hash of rule and subject. Its value is
 --
 --     base   the time of the last write, in microseconds, in 7 bytes: less than 2^52, until 2112. The bits
@@ -33,7 +33,7 @@
 -- A gate is msgpack of the field and nine numbers for each limit, KIND to DEBT, one after the other.
 
 local KIND, ID, CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, FULL, STEP, DEBT = 0, 1, 2, 3, 4, 5, 6, 7, 8
-local BUCKET, FIXED, COUNTER, LOG = 1, 2, 3, 4
+local BUCKET, FIXED, COUNTER, LOG, FLIGHT = 1, 2, 3, 4, 5
 local GATE_FIRST, GATE_STEP, HELD_FIRST, OWED = 2, 9, 4, 7
 local MICROS_PER_UNIT, AMOUNTS = 1000000, 2147483648
 local PIECE_BYTES, NUMBERS_MAX, HOLD, ENDS_MAX = 64, 640, 8589934592, 4294967295
