@@ -44,6 +44,7 @@ per_user = limit("1000/hour", key="header:X-User", cost=claimed)  # from a verif
 @app.post("/files")
 async def upload(request: Request, charge: Annotated[Charge, per_user]) -> int:
     charged, size = charge.units, 0
+    assert isinstance(charged, int)  # `claimed` returns a number, not costs by unit
     async for piece in request.stream():
         size += len(piece)
         if kib(size) > charged:
