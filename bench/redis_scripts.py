@@ -2,7 +2,8 @@
 
 A round runs each script 100 times and takes the mean time of EVALSHA from `INFO commandstats`. The
 rounds of all scripts alternate, and a row shows the median. The goals are at most 1.2 plain buckets
-for a check alone, 1.3 plain batches for a batch, and 1.4 checks for two rules of one request.
+for a check alone, 1.3 plain batches for a batch, and 1.4 checks for two rules of one request, for a
+refund and for a late charge.
 
 The plain scripts keep two numbers in a hash of their own for each subject. They know one limit,
 deny without a reason and cannot change a limit.
@@ -15,6 +16,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import time_ns
 from typing import Final
 
 import hiredis
@@ -26,6 +28,8 @@ from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.model import AlgorithmName, Limit
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import (
+    OWE,
+    REFUND,
     SERVER_TIME,
     RuleScripts,
     ScriptCharge,
@@ -87,6 +91,8 @@ def measure_scripts(effort: RedisEffort) -> Iterator[ScriptTime]:
             ("plain batch of 16", "plain batch of 16"),
             ("batch of 16 checks", "plain batch of 16"),
             ("two rules", "check"),
+            ("refund", "check"),
+            ("late charge", "check"),
         ):
             yield ScriptTime(name, medians[name], medians[name] / medians[of], of)
 
@@ -107,8 +113,8 @@ def _works(server: Single) -> dict[str, Callable[[], bytes]]:
 
     one, other, log = rule("one"), rule("other"), rule("log", "sliding_window_log")
 
-    for scripts in (one, log):
-        server.admin.script_load(scripts.script.text)
+    for script in (one.script, log.script, REFUND, OWE):
+        server.admin.script_load(script.text)
 
     def ours(groups: Sequence[Sequence[ScriptCharge]]) -> bytes:
         return batch_call(groups, SERVER_TIME, spend=True).by_sha()
@@ -117,11 +123,16 @@ def _works(server: Single) -> dict[str, Callable[[], bytes]]:
         same = subject()
         return ours([[ScriptCharge(one, same, 1), ScriptCharge(other, same, 1)]])
 
+    def refund() -> bytes:
+        return one.refund(subject(), 1, time_ns()).by_sha()
+
     return {
         "plain bucket": lambda: plain_call(1),
         "check": lambda: ours([[ScriptCharge(one, subject(), 1)]]),
         "check of a log": lambda: ours([[ScriptCharge(log, subject(), 1)]]),
         "two rules": two_rules,
+        "refund": refund,
+        "late charge": lambda: one.owe(subject(), 1).by_sha(),
         "plain batch of 16": lambda: plain_call(_BATCH),
         "batch of 16 checks": lambda: ours(
             [[ScriptCharge(one, subject(), 1)] for _ in range(_BATCH)]

@@ -1,10 +1,11 @@
 """A check that reserves units, and the settlement of its real cost: the work "settle".
 
-The first row of each store is a plain check. The others reserve ten units, and settle eight or
-twelve of them: eight are a refund, twelve a charge that the limit may owe. With a name, the store
-also remembers that the reservation was settled. One row is a request in flight, which takes a slot
-and frees it. The last row is the context manager, whose block
-uses eight units.
+The first row of each store is a plain check, which is compiled in memory and `shared://`. The next
+one names its costs by unit, so it takes the path in Python, as settlements do. One row is a request
+in flight, which takes a slot and frees it. The others reserve ten units, and settle eight or twelve
+of them: eight are a refund, twelve a charge that the limit may owe. With a name, the store also
+remembers that the reservation was settled. The last row is the context manager, whose block uses
+eight units.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def _measured(limiter: Limiter, calls: int, rounds: int) -> dict[str, float]:
 
     works: dict[str, Callable[[str], object]] = {
         "a check": limiter.check,
+        "a check with costs by unit": lambda key: limiter.check(key, costs={"requests": 10}),
         "take a slot, and release it": released,
         "a check, and a refund of a part": lambda key: settled(key, 8),
         "a check, and a later charge": lambda key: settled(key, 12),

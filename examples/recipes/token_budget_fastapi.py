@@ -5,8 +5,9 @@ in the others. `charge.settle(tokens)` is a plain call, and the last one counts.
 piece, and at the end: then the charge is right whenever the stream ends. Do not settle at 0 before
 the first piece: a client that closes the connection by then would use the model for nothing.
 
-The trap: if the estimate is lower than the real cost, `settle` charges the missing tokens, but only
-as far as the limits have room. So let the model stop at the number that was reserved.
+The trap: if the estimate is lower than the real cost, `settle` charges the missing tokens in full.
+The limit owes them, and the next requests are denied until time has paid them back. So let the
+model stop at the number that was reserved.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_valid_document_is_exit_code_0() -> None:
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         "a.yaml: ok, rules: 1, warnings: 0",
-        f"{EXAMPLE}: ok, rules: 8, warnings: 0",
+        f"{EXAMPLE}: ok, rules: 9, warnings: 0",
     ]
 
 

@@ -98,6 +98,16 @@ def test_a_state_of_one_limit_takes_less_than_50_bytes(algorithm: Any, server: S
     assert server.admin.object("ENCODING", keys[0]) in {"listpack", "ziplist"}
 
 
+@every_packed_algorithm
+def test_a_full_refund_leaves_no_state(algorithm: Any, server: Single, store: LocalStore) -> None:
+    """The quota is untouched again, so the server stores nothing of it."""
+    counter = store.counter([Limit(10, per=YEAR, algorithm=algorithm)], "r")
+    decision = counter.check("k", 3)
+    assert server.admin.keys()
+    counter.refund("k", 3, decision.charged_ns)
+    assert not server.admin.keys()
+
+
 def test_several_limits_and_grants_stay_in_the_packed_form(
     server: Single, store: LocalStore
 ) -> None:

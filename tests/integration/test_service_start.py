@@ -49,7 +49,7 @@ def test_the_lines_on_a_terminal(tmp_path: Path) -> None:
         lines = shown.splitlines()
         assert all(len(line) < 160 or "log in" in line or "once," in line for line in lines), shown
         assert "{" not in lines[0]
-        assert "version 1, 8 rules" in shown
+        assert "version 1, 9 rules" in shown
         assert "100 % of allowed decisions" in shown
         (link,) = re.findall(r"log in +(http\S+)", shown)
         with httpx.Client(trust_env=False) as browser:

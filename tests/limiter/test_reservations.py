@@ -118,6 +118,27 @@ def test_a_denied_reservation_does_not_run(limiter: Limiter) -> None:
     assert limiter.peek("k").remaining == 0
 
 
+def test_one_call_makes_one_reservation(limiter: Limiter) -> None:
+    """A second `with` of the same object raises, and charges nothing."""
+    once = limiter.reserve("k", 3)
+    with once:
+        pass
+    with pytest.raises(ConfigError, match="call it again for another"), once:
+        pytest.fail("the block ran")
+    assert limiter.peek("k").remaining == 7
+
+
+async def test_one_call_makes_one_reservation_on_asyncio(clock: ManualClock) -> None:
+    """As with threads."""
+    limiter = AsyncLimiter("10/minute", clock=clock)
+    once = limiter.reserve("k", 3)
+    async with once:
+        pass
+    with pytest.raises(ConfigError, match="call it again for another"):
+        await once.__aenter__()
+    assert (await limiter.peek("k")).remaining == 7
+
+
 def test_a_reservation_waits_if_requested(limiter: Limiter, clock: ManualClock) -> None:
     """It waits up to `wait` seconds for room."""
     limiter.check("k", 10)

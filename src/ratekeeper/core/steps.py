@@ -151,6 +151,11 @@ def asking(steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
     return Ask(_steps_in_thread, _steps_awaited, steps, *args)
 
 
+def answered(answer: Ask) -> Call:
+    """Return the call that waits for an answer. An answer from memory needs none: it is there."""
+    return Call(lambda: answer)
+
+
 def asked(function: Callable[..., Any], *args: Any) -> Steps[Any]:
     """Return the answer of one call."""
     return (yield Call(function, *args))

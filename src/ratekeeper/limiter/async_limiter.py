@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -28,7 +27,7 @@ from ratekeeper.limiter.arguments import (
 )
 from ratekeeper.limiter.charges import Owed, RuleCharge
 from ratekeeper.limiter.renewal import renewed_on_loop
-from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
+from ratekeeper.limiter.reservations import AsyncReserving, ReservationVerbs
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.limiter.waiting import Priority
@@ -281,8 +280,7 @@ class AsyncLimiter(LimiterSetup):
         """Spend `cost` units, sleeping until they fit. See Limiter.wait."""
         return await run_async(self._wait(key, cost if costs is None else costs, timeout, priority))
 
-    @asynccontextmanager
-    async def reserve(
+    def reserve(
         self,
         key: Key | Request,
         cost: int = 1,
@@ -290,26 +288,14 @@ class AsyncLimiter(LimiterSetup):
         costs: Costs | None = None,
         wait: Duration = 0,
         priority: Priority = "interactive",
-    ) -> AsyncIterator[Reservation]:
+    ) -> AsyncReserving:
         """Charge an estimate, and settle what the block has used. See Limiter.reserve.
 
         The end is settled also if the task is cancelled.
         """
-        reservation = await run_async(
-            self._reserving(key, cost if costs is None else costs, wait, priority)
-        )
-        renewal = renewed_on_loop(self._renew, reservation.decision)
-        try:
-            yield reservation
-        except BaseException:
-            await run_async(reservation.ending(True))
-            raise
-        else:
-            await run_async(reservation.ending(False))
-        finally:
-            if renewal is not None:
-                renewal.stop()
-                await run_async(self._release_quietly(reservation.decision))
+        wanted = cost if costs is None else costs
+        making = self._reserving(key, wanted, wait, priority)
+        return AsyncReserving(making, self._renew, self._release_quietly)
 
     def _reservation_verbs(self) -> ReservationVerbs:
         at_once = self._check_at_once

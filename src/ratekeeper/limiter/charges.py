@@ -17,7 +17,7 @@ from ratekeeper.core.costs import REQUESTS, Cost, merged_cost
 from ratekeeper.core.errors import StoreError, show
 from ratekeeper.core.model import UNITS_MAX, Decision, Settlement, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
-from ratekeeper.core.steps import Call, Steps
+from ratekeeper.core.steps import Ask, Steps, answered
 from ratekeeper.decide.algorithms.in_flight import NO_STAMP
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.store import stamp_of, stamped
@@ -92,12 +92,14 @@ def without_slots(charges: Sequence[RuleCharge]) -> list[RuleCharge]:
     ]
 
 
-def refunding(charges: Sequence[RuleCharge]) -> Steps[None]:
-    """Return the units of each check to its rule. Raises StoreError, after all rules were tried."""
+def refunding(refunds: Sequence[tuple[RuleCheck, int, int | None]]) -> Steps[None]:
+    """Return units to each rule, charged at that time. Raises StoreError, after all were tried."""
     failure: StoreError | None = None
-    for check, charged_ns in charges:
+    for check, units, charged_ns in refunds:
         try:
-            yield Call(check.counter.refund, check.counted, check.units, charged_ns)
+            done = check.counter.refund(check.counted, units, charged_ns)
+            if type(done) is Ask:
+                yield answered(done)
         except StoreError as error:
             failure = failure or error
     if failure is not None:
@@ -131,7 +133,8 @@ def owing(check: RuleCheck, wanted: int, counts: Counts) -> Steps[Owed]:
     """Charge more units to a rule, in full. Returns what was not charged."""
     beyond, failed = max(wanted - UNITS_MAX, 0), 0
     try:
-        beyond += yield Call(check.counter.owe, check.counted, wanted - beyond)
+        forgiven = check.counter.owe(check.counted, wanted - beyond)
+        beyond += (yield answered(forgiven)) if isinstance(forgiven, Ask) else forgiven
     except StoreError as error:
         beyond, failed = 0, wanted
         _log.note("a settled cost may not have been charged: %s", error, key="failed")
@@ -152,8 +155,9 @@ def settlement_of(
     """Return what a settled request is charged. `owed` is None if it was settled before."""
     if owed is None:
         return Settlement(0, repeated=True)
-    if isinstance(actual, int) and not any(map(any, owed)):
-        return Settlement(actual)
+    if isinstance(actual, int) and owed.count(CHARGED) == len(owed):
+        # Without the constructor of the class, which is written in Python.
+        return tuple.__new__(Settlement, (actual, 0, 0, False))
     forgiven: dict[str, int] = {}
     uncounted: dict[str, int] = {}
     for check, each in zip(checks, owed, strict=True):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec, Self, TypeVar
 
@@ -23,7 +22,7 @@ from ratekeeper.limiter.arguments import (
     request_of,
 )
 from ratekeeper.limiter.renewal import renewed_in_thread
-from ratekeeper.limiter.reservations import Reservation, ReservationVerbs
+from ratekeeper.limiter.reservations import ReservationVerbs, Reserving
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.limiter.waiting import Priority
@@ -194,7 +193,6 @@ class Limiter(LimiterSetup):
         """
         return run(self._wait(key, cost if costs is None else costs, timeout, priority))
 
-    @contextmanager
     def reserve(
         self,
         key: Key | Request,
@@ -203,7 +201,7 @@ class Limiter(LimiterSetup):
         costs: Costs | None = None,
         wait: Duration = 0,
         priority: Priority = "interactive",
-    ) -> Iterator[Reservation]:
+    ) -> Reserving:
         """Charge an estimate before the block runs, and settle what it has used at its end.
 
         Raises LimitExceeded instead of running the block if the reservation is denied. `wait` is
@@ -213,19 +211,8 @@ class Limiter(LimiterSetup):
         A block that never does stays charged as reserved. One that raises and has used nothing is
         refunded. If the process dies, the reservation stays charged.
         """
-        reservation = run(self._reserving(key, cost if costs is None else costs, wait, priority))
-        renewal = renewed_in_thread(self._renew, reservation.decision)
-        try:
-            yield reservation
-        except BaseException:
-            run(reservation.settling(True))
-            raise
-        else:
-            run(reservation.settling(False))
-        finally:
-            if renewal is not None:
-                renewal.stop()
-                run(self._release_quietly(reservation.decision))
+        making = self._reserving(key, cost if costs is None else costs, wait, priority)
+        return Reserving(making, self._renew, self._release_quietly)
 
     def _reservation_verbs(self) -> ReservationVerbs:
         return ReservationVerbs(self.check, run, self._settle, self._take_back, self._clock.now_ns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ratekeeper.core.costs import REQUESTS, Cost, units_in
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
@@ -19,6 +21,8 @@ from ratekeeper.rules.compiled import (
     stamped_plan,
 )
 from ratekeeper.rules.document.model import Rule
+
+_new: Final = tuple.__new__
 
 
 class OwnLimits:
@@ -61,21 +65,15 @@ class OwnLimits:
         if not isinstance(units, int):
             check_units(units, (REQUESTS,))
             units = units_in(units, REQUESTS, 1)
-        plan = CheckPlan(
+        # A third of the time of the constructors, which are written in Python.
+        check = _new(
+            RuleCheck,
             (
-                RuleCheck(
-                    self.counter,
-                    subject,
-                    units,
-                    self.rule,
-                    self._choice,
-                    FACTOR_STEPS,
-                    self._prepared,
-                    subject,
-                    1,
-                ),
-            )
+                *(self.counter, subject, units, self.rule, self._choice, FACTOR_STEPS),
+                *(self._prepared, subject, 1),
+            ),
         )
+        plan = _new(CheckPlan, ((check,), (), None, ()))
         return stamped_plan(plan, new_stamp()) if self._prepared.has_slots else plan
 
     def subject_of(self, key: Key | Request) -> str:

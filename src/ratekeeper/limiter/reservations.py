@@ -36,8 +36,9 @@ from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.costs import REQUESTS, Cost, Costs, used_costs
 from ratekeeper.core.errors import CapacityError, ConfigError, RatekeeperError, StoreError
 from ratekeeper.core.model import Decision, Request, Settlement
-from ratekeeper.core.steps import Call, Steps, Undo, asking
+from ratekeeper.core.steps import Call, Steps, Undo, asking, run, run_async
 from ratekeeper.core.subjects import Key
+from ratekeeper.limiter.renewal import Renew, Renewal, renewed_in_thread, renewed_on_loop
 
 LOG: Final = logging.getLogger("ratekeeper.reservations")
 
@@ -192,3 +193,69 @@ class Reservation:
             _, actual, _ = found.setdefault(id(costs), (costs, {}, decision))
             actual[unit] = costs[unit] + used - self._covered[unit]
         return [each for each in found.values() if each[1] != {u: each[0][u] for u in each[1]}]
+
+
+class Reserving:
+    """The context manager of `Limiter.reserve`: it makes the reservation, and settles it.
+
+    It also renews the slots of a request in flight, and frees them.
+    """
+
+    __slots__ = ("_making", "_release", "_renew", "_renewal", "_reservation")
+
+    def __init__(self, making: Steps[Reservation], renew: Renew, release: Renew) -> None:
+        self._making = making
+        self._renew = renew
+        self._release = release
+        self._reservation: Reservation | None = None
+        self._renewal: Renewal | None = None
+
+    def __enter__(self) -> Reservation:
+        _require_new(self._reservation)
+        self._reservation = made = run(self._making)
+        self._renewal = renewed_in_thread(self._renew, made.decision)
+        return made
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        made, renewal = self._reservation, self._renewal
+        assert made is not None, "it was entered"  # noqa: S101 - ours
+        try:
+            run(made.settling(kind is not None))
+        finally:
+            if renewal is not None:
+                renewal.stop()
+                run(self._release(made.decision))
+
+
+class AsyncReserving:
+    """The context manager of `AsyncLimiter.reserve`."""
+
+    __slots__ = ("_making", "_release", "_renew", "_renewal", "_reservation")
+
+    def __init__(self, making: Steps[Reservation], renew: Renew, release: Renew) -> None:
+        self._making = making
+        self._renew = renew
+        self._release = release
+        self._reservation: Reservation | None = None
+        self._renewal: Renewal | None = None
+
+    async def __aenter__(self) -> Reservation:
+        _require_new(self._reservation)
+        self._reservation = made = await run_async(self._making)
+        self._renewal = renewed_on_loop(self._renew, made.decision)
+        return made
+
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        made, renewal = self._reservation, self._renewal
+        assert made is not None, "it was entered"  # noqa: S101 - ours
+        try:
+            await run_async(made.ending(kind is not None))
+        finally:
+            if renewal is not None:
+                renewal.stop()
+                await run_async(self._release(made.decision))
+
+
+def _require_new(reservation: Reservation | None) -> None:
+    if reservation is not None:
+        raise ConfigError("one call of reserve() makes one reservation; call it again for another")

@@ -199,9 +199,10 @@ class LimiterVerbs:
         Raises StoreError, after all rules were tried.
         """
         _check_decision(decision)
-        charges = self._charges_of(self._plan(key, cost), cost, decision)
+        charged = self._charges_of(self._plan(key, cost), cost, decision)
         if not switches.limiting_off:
-            yield from refunding(without_slots(charges))
+            charges = without_slots(charged)
+            yield from refunding([(check, check.units, at_ns) for check, at_ns in charges])
         if decision is not None:
             yield from self._release(decision)
 
@@ -289,16 +290,21 @@ class LimiterVerbs:
         reservation: str = "",
     ) -> Steps[Settlement]:
         _check_decision(decision)
-        check_name("reservation", reservation)
+        if reservation != "":
+            check_name("reservation", reservation)
         plan = self._plan(key, reserved, "reserved")
-        check_settlement(reserved, checked_cost(actual, "actual"))
+        actual = checked_cost(actual, "actual")
         if not isinstance(actual, int):
             self._plan(key, actual)  # rejects a unit that no rule counts
+        elif not isinstance(reserved, int):
+            check_settlement(reserved, actual)
         charged = self._charges_of(plan, reserved, decision)
-        # A rule that was charged nothing is in no decision, and may have to be charged now.
-        by_rule = {check.rule.id: check for check in plan.checks}
-        by_rule |= {check.rule.id: check for check, _ in charged}
-        checks = [*by_rule.values()]
+        checks = plan.checks
+        if self._own is None:
+            # A rule that was charged nothing is in no decision, and may have to be charged now.
+            by_rule = {check.rule.id: check for check in checks}
+            by_rule |= {check.rule.id: check for check, _ in charged}
+            checks = [*by_rule.values()]
         owed: list[Owed] | None
         if reservation:
             owed = yield from self._once(key, reservation, charged, checks, actual)
@@ -356,11 +362,12 @@ class LimiterVerbs:
                 (yield from owing(check, missing, self._counts)) if missing > 0 else CHARGED
             )
         returned = [
-            (check._replace(units=surplus), charged_ns)
-            for check, charged_ns in charged
+            (check, surplus, charged_ns)
+            for check, charged_ns in without_slots(charged)
             if (surplus := check.units - check.settled(actual)) > 0
         ]
-        yield from refunding(without_slots(returned))
+        if returned:
+            yield from refunding(returned)
         return owed
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
@@ -587,13 +594,17 @@ class LimiterVerbs:
         if wait:
             decision = yield from self._wait(key, cost, wait, priority)
         else:
-            check_priority(priority)
-            decision = yield from self._prioritised_check(key, cost, priority)
+            if priority == "interactive":
+                decision = yield from self._counted_check(key, cost)
+            else:
+                check_priority(priority)
+                decision = yield from self._prioritised_check(key, cost, priority)
             if not decision.allowed:
                 self.log_denial(key, decision)
         if not decision.allowed:
             raise LimitExceeded(decision)
-        yield from self._pause(key, cost, decision)
+        if decision.delay_ns:
+            yield from self._pause(key, cost, decision)
         return decision
 
     def _pause(self, key: Key | Request, cost: Cost, decision: Decision) -> Steps[None]:

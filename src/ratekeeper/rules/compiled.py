@@ -206,10 +206,13 @@ class RuleCheck(NamedTuple):
 
     def at(self, cost: Cost) -> RuleCheck:
         """Return the check of the same request at another cost."""
-        return self._replace(units=units_in(cost, self.rule.unit, self.weight))
+        units = units_in(cost, self.rule.unit, self.weight)
+        return self if units == self.units else self._replace(units=units)
 
     def settled(self, actual: Cost) -> int:
         """Return the units that the rule has charged once the request cost `actual`."""
+        if type(actual) is int:  # nearly always
+            return actual * self.weight
         return settled_units(self.units, actual, self.rule.unit, self.weight)
 
     @property

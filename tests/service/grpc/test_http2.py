@@ -44,7 +44,7 @@ from tests.service.grpc.frames import (
 )
 
 PATH = "/test.Test/echo"
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 @asynccontextmanager

@@ -23,6 +23,8 @@ from ratekeeper.decide.stores.redis.scripts import (
     LOGS,
     MARKS,
     OWE,
+    OWE_LOGS,
+    REFUND,
     SERVER_TIME,
     SLOTS,
     LuaScript,
@@ -33,7 +35,7 @@ from ratekeeper.decide.stores.redis.scripts import (
 from tests.redis_servers import Single, running
 
 CHECKS = (COUNTS, LOGS, SLOTS, LEASES)
-EVERY_SCRIPT = (*CHECKS, CHANGE, CHANGE_SLOTS, OWE)
+EVERY_SCRIPT = (*CHECKS, CHANGE, CHANGE_SLOTS, REFUND, OWE, OWE_LOGS)
 OTHERS = (CELL, MARKS)
 REGIONAL = tuple(
     found
@@ -95,9 +97,8 @@ def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> No
         with server.client(username="narrow", password="any") as narrow:
             gate = b"\xa8rule678" + b"9" + bytes((1, 2, 100, 100, 60, 60, 60, 1, 100))
             grant = bytes((5, 1, 0, 100))
-            narrow.evalsha(
-                script.sha.decode(), 1, "rk:{only}", gate, grant if script is CHANGE else 1
-            )
+            argument = grant if script in {CHANGE, REFUND} else 1
+            narrow.evalsha(script.sha.decode(), 1, "rk:{only}", gate, argument)
     finally:
         admin.execute_command("ACL", "DELUSER", "narrow")
         admin.delete("rk:{only}")

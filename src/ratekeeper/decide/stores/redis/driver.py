@@ -282,7 +282,9 @@ class RedisDriver(ABC):
             reply = yield Call(self.send, call.key, call.by_sha())
         except NotSent as error:
             reply = error
-        return (yield from self.settling(call, due_ns, reply))
+        if isinstance(reply, Refusal):
+            return (yield from self.settling(call, due_ns, reply))
+        return _valid(call, reply)
 
     def running_all(self, calls: Sequence[ScriptCall]) -> Steps[list[Any]]:
         """Send several calls together; return their replies and StoreErrors, in order."""

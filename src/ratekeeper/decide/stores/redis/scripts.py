@@ -2,10 +2,10 @@
 
 Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS`, `SLOTS` and `LEASES` are
 one text (`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that
-a script makes takes time. `OWE` charges in full, and `CHANGE` and `CHANGE_SLOTS` do the other
-verbs. Of a rule that counts requests in flight (`SLOTS`), no node has leases. A server identifies a
-script by the SHA-1 of its text, so two versions of Ratekeeper on one server never run each other's
-scripts.
+a script makes takes time. `OWE` charges in full, `REFUND` returns units to limits other than logs,
+and `CHANGE` and `CHANGE_SLOTS` do all other changes. Of a rule that counts requests in flight
+(`SLOTS`), no node has leases. A server identifies a script by the SHA-1 of its text, so two
+versions of Ratekeeper on one server never run each other's scripts.
 
 `batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
 of one request. The groups are decided in order, and each of them alone: every charge of a group
@@ -35,11 +35,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
 from itertools import product
 from string import ascii_letters
+from struct import Struct
 from typing import Final, NamedTuple, cast
 
 from hiredis import pack_command
@@ -69,6 +70,9 @@ SERVER_NOW: Final = (SERVER_TIME, 0)
 _LOOK: Final = b"look"
 # The verbs of lua/change.lua.
 _REFUND, _UNDO, _BACK, _LATE, _GRANT, _RESET = range(1, 7)
+# The numbers of a refund as msgpack, in a fifth of the time of `encode_sequence`.
+_REFUND_NUMBERS: Final = Struct(">BBQBQ")
+_UINT64: Final = 0xCF
 # In Lua: no text of a script contains such an operator between spaces, or a bracket beside one.
 # Two are left alone: a number before `..` would end in a point, and `- -` would begin a comment.
 _SPACED: Final = re.compile(
@@ -170,12 +174,14 @@ COUNTS: Final = _script_named(*_COUNTS, "check", features=(), reply=list)
 LOGS: Final = _script_named(*_LOGS, "check", features=("logs",), reply=list)
 SLOTS: Final = _script_named(*_LOGS, "check", features=("logs", "slots", "check"), reply=list)
 LEASES: Final = _script_named(*_LOGS, "check", features=_EVERYTHING, reply=list)
-CHANGE: Final = _script_named(*_LOGS, "change", features=_EVERYTHING, reply=list)
+CHANGE: Final = _script_named(*_LOGS, "refunded", "change", features=_EVERYTHING, reply=list)
 # Nodes lease nothing of a rule that counts requests in flight.
 CHANGE_SLOTS: Final = _script_named(
-    *_LOGS, "change", features=("logs", "slots", "meets"), reply=list
+    *_LOGS, "refunded", "change", features=("logs", "slots", "meets"), reply=list
 )
-OWE: Final = _script_named(*_LOGS, "owe", features=("logs",), reply=list)
+REFUND: Final = _script_named(*_COUNTS, "refunded", "refund", features=(), reply=list)
+OWE: Final = _script_named(*_COUNTS, "owe", features=(), reply=list)
+OWE_LOGS: Final = _script_named(*_LOGS, "owe", features=("logs",), reply=list)
 
 # Of limits that regions share.
 _CHECK: Final = ("arithmetic", "regional", "regional_check")
@@ -203,8 +209,7 @@ def pack(*parts: str | bytes | int) -> bytes:
     return _packed(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptCall:
+class ScriptCall(NamedTuple):
     """A script to run on one hash, or on several hashes of one slot."""
 
     script: LuaScript
@@ -295,7 +300,7 @@ class RuleScripts:
     def _changed(self, subject: str, stamp: int, verb: int, *numbers: int) -> ScriptCall:
         (keys, gate), change = self._change(subject, verb, *numbers)
         call = _change_call([((keys, with_stamp(gate, stamp)), change)], self.now()[0])
-        return replace(call, script=CHANGE_SLOTS) if self.script is SLOTS else call
+        return call._replace(script=CHANGE_SLOTS) if self.script is SLOTS else call
 
     def _change(self, subject: str, verb: int, *numbers: int) -> tuple[Place, bytes]:
         return self.place(subject), encode_sequence((verb, *numbers))
@@ -322,7 +327,11 @@ class RuleScripts:
     ) -> ScriptCall:
         """Return the call that gives units back, charged at this time of the server's clock."""
         charged = 0 if charged_ns is None else max(charged_ns, 0) // NS_PER_US + 1
-        return self._changed(subject, stamp, _REFUND, min(units, UNITS_MAX), charged)
+        units = min(units, UNITS_MAX)
+        if self.script is not COUNTS:
+            return self._changed(subject, stamp, _REFUND, units, charged)
+        change = _REFUND_NUMBERS.pack(_REFUND, _UINT64, units, _UINT64, charged)
+        return self._call(REFUND, subject, change)
 
     def undo(self, subject: str, reply: list[int], cost: int, stamp: int = NO_STAMP) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took, and its slot.
@@ -334,10 +343,14 @@ class RuleScripts:
 
     def owe(self, subject: str, units: int) -> ScriptCall:
         """Return the call that charges units in full."""
+        return self._call(OWE if self.script is COUNTS else OWE_LOGS, subject, units)
+
+    def _call(self, script: LuaScript, subject: str, argument: bytes | int) -> ScriptCall:
+        """Return the call of a script with one argument beside the gate."""
         keys, gate = self.place(subject)
         now = self.now()[0]
-        arguments = (gate, units) if now == SERVER_TIME else (gate, units, now)
-        return ScriptCall(OWE, keys[0], arguments, keys[1:])
+        arguments = (gate, argument) if now == SERVER_TIME else (gate, argument, now)
+        return ScriptCall(script, keys[0], arguments, keys[1:])
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""

@@ -21,15 +21,6 @@ local REFUND, UNDO, BACK, LATE, GRANT, RESET = 1, 2, 3, 4, 5, 6
 -- charge may be of a time at which they were not (see leasing.py).
 local LATE_KEPT = 2000000
 
--- Return the two counts of a window counter as of `at`.
-local function rolled(window, last, previous, current, at)
-    local windows = (at - at % window - last + last % window) / window
-    if windows <= 0 then
-        return previous, current
-    end
-    return windows == 1 and current or 0, 0
-end
-
 --@ if leases
 -- Take units out of the group that holds a lease until then; return how many they are.
 local function take_hold(extra, units, ends)
@@ -81,69 +72,6 @@ local function refund_log(ring, units, charged, extra)
         replace_from(ring, older - removed, times(ring, older, size - older))
     end
     fill(ring, extra, removed, at)
-end
-
--- Return a state after a refund: last, a, b; or nothing, if no state is left.
-local function refunded(gate, g, last, a, b, extra, units, charged)
-    local kind, window, owed = gate[g + KIND], gate[g + WINDOW], extra[OWED]
-    if kind == BUCKET then
-        local capacity = gate[g + CAPACITY]
-        owed = min(owed, gate[g + DEBT] * MICROS_PER_UNIT)
-        local micros = (owed > 0 and units or min(units, capacity)) * MICROS_PER_UNIT
-        -- Rounded up to whole steps.
-        local elapsed = charged and ceil((last - charged) / gate[g + STEP]) * gate[g + STEP] or 0
-        if elapsed >= 2 * micros / gate[g + NUMERATOR] * gate[g + DENOMINATOR] then
-            micros = 0
-        elseif elapsed > 0 then
-            -- Rounded down, as in each refill that the bucket has made since.
-            micros = micros - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
-        end
-        -- A correction gives room, also if the capacity was lowered. Otherwise units above the capacity
-        -- stay used: the limit may be the lower one of the charge.
-        local used = (charged and a or min(a, capacity * MICROS_PER_UNIT)) - max(micros - owed, 0)
-        if micros <= 0 then
-            return last, a
-        end
-        extra[OWED] = max(owed - micros, 0)
-        if used > 0 then
-            return last, used
-        end
-    elseif kind == FIXED then
-        local at, count = last, a
-        if owed > 0 then
-            at = charged and last or max(last, now)
-            count, b, owed = carry(gate, g, last, a, nil, owed, at)
-        end
-        charged = charged or max(last, now)
-        if charged - charged % window ~= at - at % window then
-            return last, a
-        end
-        count = count - max(units - owed, 0)
-        extra[OWED] = max(owed - units, 0)
-        if count > 0 then
-            return at, count
-        end
-    else
-        local at = max(now, last)
-        local ago = charged and (at - at % window - charged + charged % window) / window or 0
-        if ago < 0 or ago > 1 then
-            return last, a, b
-        elseif owed > 0 then
-            a, b, owed = carry(gate, g, last, a, b, owed, at)
-        else
-            a, b = rolled(window, last, a, b, at)
-        end
-        extra[OWED] = owed
-        if ago == 0 then
-            b = max(b - max(units - owed, 0), 0)
-            extra[OWED] = max(owed - units, 0)
-        else
-            a = max(a - units, 0)
-        end
-        if a > 0 or b > 0 then
-            return at, a, b
-        end
-    end
 end
 
 --@ if leases
@@ -379,6 +307,8 @@ local function change(number)
     extras, logs = extras or {}, logs or {}
     if verb[1] == LATE then
         need = now + LATE_KEPT
+    elseif verb[1] == REFUND then
+        need = now
     end
     for g = GATE_FIRST, #gate, GATE_STEP do
         local kind, window = gate[g + KIND], gate[g + WINDOW]
@@ -427,15 +357,7 @@ local function change(number)
             local last, a, b = held[1] - held[p + 1], held[p + 2], kind == COUNTER and held[p + 3] or nil
             if (last >= 0 or verb[1] == LATE) and (verb[1] == RESET or units > 0) then
                 local at, new_a, new_b = changed_count(gate, g, verb[1], last, a, b, extra, units, time)
-                if not at and extra[3] > 0 then -- what is held stays held
-                    at, new_a, new_b = last, 0, b and 0
-                end
-                extra[OWED] = at and extra[OWED] or 0
-                a, b = at and new_a or 0, at and new_b or 0
-                held[p + 1], held[p + 2] = at and held[1] - at or held[1] + 1, a
-                if kind == COUNTER then
-                    held[p + 3] = b
-                end
+                --@ put
             end
             if verb[1] == LATE then
                 --@ needed

@@ -29,10 +29,12 @@ end
 
 for g = GATE_FIRST, last_g, GATE_STEP do
     local kind, capacity, window = gate[g + KIND], gate[g + CAPACITY], gate[g + WINDOW]
-    local extra, ring = extras[g] or {0, 0, 0, 0, 0, 0, 0, 0}, logs and logs[g]
+    local extra = extras[g] or {0, 0, 0, 0, 0, 0, 0, 0}
     local units, last, a, at, b
     extras[g] = extra
     live_holds(extra, 0)
+--@ if logs
+    local ring = logs and logs[g]
     if ring then
         at = max(now, ring.last)
         ring.oldest = at - window
@@ -50,7 +52,9 @@ for g = GATE_FIRST, last_g, GATE_STEP do
         end
         ring.extra = extra
         ring.need = needed_with(extra, at + window * (1 + ceil(extra[OWED] / capacity)), window)
-    else
+    end
+--@ end
+    if kind ~= LOG then
         last, a = held[1] - held[p + 1], held[p + 2]
         at = max(now, last)
         local room, owed = 0, extra[OWED]
@@ -101,7 +105,9 @@ end
 if key then
     write(key, gate[1], complete(gate, held, extras), need)
 end
+--@ if logs
 for _, ring in pairs(logs or {}) do
     save(ring)
 end
+--@ end
 return {forgiven}

@@ -57,8 +57,8 @@ end
 -- Write a field; its states are needed until `need`. Sweep: delete the states of the bucket that have
 -- ended, or those among 32 random ones.
 --
--- A bucket outlives most of its states. So one charge in 128 sweeps, and so do a reset, a refund (which
--- need nothing longer) and one new state in eight: if a fourth of the states of a bucket have ended,
+-- A bucket outlives most of its states. So one charge or refund in 128 sweeps, and so do a reset (which
+-- needs nothing longer) and one new state in eight: if a fourth of the states of a bucket have ended,
 -- that deletes as many as are added. Tests with their own clock do not sweep.
 local function write(key, field, held, need)
     local before, had = held[2], held[3]
