@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratekeeper import (
@@ -171,6 +171,7 @@ def test_a_waiter_that_is_too_late_wakes_the_next() -> None:
         max_size=12,
     )
 )
+@example([(0, 1, None), (0, 1, None), (0, 10, 1), (0, 1, 1)])
 def test_waiting_is_an_ideal_queue(
     requests: list[tuple[int, int, int | None]],
 ) -> None:
@@ -184,7 +185,7 @@ def test_waiting_is_an_ideal_queue(
     async def one(number: int, at: int, cost: int, cancelled: int | None) -> None:
         task = asyncio.ensure_future(tasks.wait(str(number), cost, _at_ms(number, at)))
         if cancelled is not None:
-            await sleep_until(tasks.loop, _end_ns(at, cancelled))
+            await sleep_until(tasks.loop, _end_ns(number, at, cancelled))
             task.cancel()
         await asyncio.wait([task])
 
@@ -201,9 +202,12 @@ def _at_ms(number: int, at: int) -> float:
     return at * 100 + number / 1_000
 
 
-def _end_ns(at: int, cancelled: int) -> int:
-    """Return when a request is cancelled: just before the time at which one may be served."""
-    return ((at + cancelled) * 100 + 99) * MS
+def _end_ns(number: int, at: int, cancelled: int) -> int:
+    """Return when a request is cancelled: just before one may be served, no two at the same time.
+
+    One that is cancelled when the next one is woken would be served or not, as it happens.
+    """
+    return round((_at_ms(number, at + cancelled) + 99) * MS)
 
 
 def _ideal_queue(requests: list[tuple[int, int, int | None]]) -> Iterator[tuple[str, int]]:
@@ -211,7 +215,7 @@ def _ideal_queue(requests: list[tuple[int, int, int | None]]) -> Iterator[tuple[
     clock = ManualClock()
     bucket = Limiter("10/second", store=PythonMemoryStore(clock), clock=clock)
     for number, (at, cost, cancelled) in enumerate(requests):
-        end_ns = None if cancelled is None else _end_ns(at, cancelled)
+        end_ns = None if cancelled is None else _end_ns(number, at, cancelled)
         start_ns = max(clock.now_ns(), round(_at_ms(number, at) * MS))
         if end_ns is not None and end_ns < start_ns:
             continue
