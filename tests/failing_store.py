@@ -61,3 +61,7 @@ class _PartlyFailingCounter:
     def peek(self, subject: str, cost: int) -> Decision:
         self._require_working()
         return self._counter.peek(subject, cost)
+
+    def owe(self, subject: str, units: int) -> int:
+        self._require_working()
+        return self._counter.owe(subject, units)

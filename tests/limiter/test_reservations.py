@@ -258,7 +258,7 @@ def test_a_store_that_fails_is_no_error_in_the_block(
         raise StoreUnavailable("down")
 
     with caplog.at_level(logging.WARNING), strict.reserve("k", 5) as reservation:
-        reservation._verbs = reservation._verbs._replace(check=fail, settle=fail)
+        reservation._verbs = reservation._verbs._replace(charge=fail, settle=fail)
         assert not reservation.use(6)
     assert "could not be settled at what was used: down" in caplog.text
     assert strict.peek("k").remaining == 5

@@ -376,6 +376,10 @@ def test_an_outage_does_not_lift_the_limit_of_reserve(clock: ManualClock) -> Non
     limiter = outgoing(clock)
     with limiter.reserve("api") as reservation:
         assert reservation.decision.degraded
+        assert reservation.use(2)  # topped up from this machine's counts
+        assert not reservation.use(1)
+    limiter = outgoing(clock)
+    limiter.wait("api")
 
     @limiter.limit(key="api")
     def call() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ratekeeper import ConfigError, Limiter
@@ -43,9 +45,11 @@ def test_costs_of_usage(
         ("larg", {"input": 1}, 'no prices for the model "larg"; did you mean "large"?'),
         ("large", {"inputs": 1}, 'no price for "inputs" tokens; did you mean "input"?'),
         ("large", {"input": -1}, "usage of input=-1"),
+        (["large"], {"input": 1}, "no prices for the model"),
+        ("large", ["input"], "usage=['input'] is not the tokens by kind"),
     ],
 )
-def test_no_usage_is_free_by_a_slip(model: str, usage: dict[str, int], error: str) -> None:
+def test_no_usage_is_free_by_a_slip(model: Any, usage: Any, error: str) -> None:
     """A model or a kind without a price is an error, which suggests the right one."""
     with pytest.raises(ConfigError) as caught:
         Limiter.from_rules(PRICED.replace("UNIT", "micro_dollars")).costs_of(model, usage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
 from ratekeeper.core import switches
@@ -300,7 +300,7 @@ class AsyncLimiter(LimiterSetup):
     def _reservation_verbs(self) -> ReservationVerbs:
         at_once = self._check_at_once
         return ReservationVerbs(
-            self.check if at_once is None else at_once,
+            partial(self._counted_check, check=at_once),
             _as_task if at_once is None else run,
             self._settle,
             self._take_back,

@@ -215,7 +215,9 @@ class Limiter(LimiterSetup):
         return Reserving(making, self._renew, self._release_quietly)
 
     def _reservation_verbs(self) -> ReservationVerbs:
-        return ReservationVerbs(self.check, run, self._settle, self._take_back, self._clock.now_ns)
+        return ReservationVerbs(
+            self._counted_check, run, self._settle, self._take_back, self._clock.now_ns
+        )
 
     def limit(
         self,

@@ -30,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.costs import REQUESTS, Cost, Costs, used_costs
@@ -49,8 +49,8 @@ RETRY_NS: Final = NS_PER_SECOND
 class ReservationVerbs(NamedTuple):
     """What a reservation needs of its limiter."""
 
-    check: Callable[..., Any]
-    """Charges a top-up."""
+    charge: Callable[[Key | Request, Cost], Steps[Decision]]
+    """Charges a top-up, on this machine's counts if the store fails and the policy is `open`."""
     start: Callable[[Steps[None]], asyncio.Task[None] | None]
     """Runs the steps of a top-up, at once or as a task."""
     settle: Callable[[Key | Request, Cost, Cost, Decision], Steps[Settlement]]
@@ -147,7 +147,7 @@ class Reservation:
         """Charge units in one check; return False if there is no room, or no answer."""
         costs = {REQUESTS: 0, **units}
         try:
-            decision: Decision = yield Call(self._verbs.check, self._key, self._cost(costs))
+            decision = yield from self._verbs.charge(self._key, self._cost(costs))
         except (CapacityError, StoreError):
             self._retry_ns = self._verbs.now_ns() + RETRY_NS
             return False

@@ -533,9 +533,11 @@ class LimiterVerbs:
         yield from self._take_back(key, cost, decision)
         return denial
 
-    def _counted_check(self, key: Key | Request, cost: Cost) -> Steps[Decision]:
+    def _counted_check(
+        self, key: Key | Request, cost: Cost, check: Callable[..., Any] | None = None
+    ) -> Steps[Decision]:
         """Check; if the store fails and the policy is `open`, count on this machine instead."""
-        decision: Decision = yield Call(self.check, key, cost)
+        decision: Decision = yield Call(check or self.check, key, cost)
         if not decision.degraded or not decision.allowed or not decision.uncounted:
             return decision
         counted = combine_decisions(self._local.count(decision.uncounted))
@@ -574,7 +576,7 @@ class LimiterVerbs:
         verbs = self._reservation_verbs()
         if slots := slots_in(decision):  # a top-up takes no other slot
             stamp = stamp_of(slots[0].counter)
-            verbs = verbs._replace(check=partial(asking, self._check_stamped, stamp))
+            verbs = verbs._replace(charge=partial(self._check_stamped, stamp))
         return Reservation(verbs, key, kept, decision)
 
     def _check_stamped(self, stamp: int, key: Key | Request, cost: Cost) -> Steps[Decision]:

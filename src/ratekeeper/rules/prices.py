@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from ratekeeper.core.errors import ConfigError, quoted
+from ratekeeper.core.errors import ConfigError, quoted, show
 from ratekeeper.core.model import units_of
 from ratekeeper.rules.document.tree import suggestion
 
@@ -32,7 +32,11 @@ def costs_of_usage(
     >>> costs_of_usage(prices, ["requests", "tokens", "micro_dollars"], "large", usage)
     {'tokens': 1201, 'micro_dollars': 5260}
     """
-    priced = prices.get(model)
+    if not isinstance(usage, Mapping):
+        raise ConfigError(
+            f'usage={show(usage)} is not the tokens by kind; for example {{"input": 900}}'
+        )
+    priced = prices.get(model) if isinstance(model, str) else None
     if priced is None:
         raise ConfigError(
             f"the rules have no prices for the model {quoted(model)}; {suggestion(model, prices)}; "

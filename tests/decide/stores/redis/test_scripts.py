@@ -72,6 +72,15 @@ def test_a_script_begins_with_the_shared_functions(script: LuaScript) -> None:
     assert not [line for line in lines if line != line.strip() or line.startswith(b"--")]
 
 
+@pytest.mark.parametrize("script", [*EVERY_SCRIPT, *OTHERS, *REGIONAL])
+def test_library_functions_keep_their_names(script: LuaScript) -> None:
+    """A local variable with the name of one would give the function its short name."""
+    called = set(re.findall(rb"\b(?:string|struct|table|math|cmsgpack|redis)\.(\w+)", script.text))
+    known = b"byte char find format gmatch gsub huge len rep sub pack unpack unpack_limit size "
+    known += b"concat insert remove sort ceil floor max min call pcall error_reply sha1hex"
+    assert called <= set(known.split())
+
+
 def test_texts_in_scripts_keep_their_spaces() -> None:
     """Spaces are removed around operators, and no text contains an operator between spaces."""
     texts = re.compile(rb"'[^'\n]*'")
