@@ -258,10 +258,12 @@ def quickened() -> str:
 
 OTHER_METRICS = (
     *("ratekeeper_fleet_", "ratekeeper_gossip_", "ratekeeper_region_"),
-    *("ratekeeper_envoy_quota_", "ratekeeper_grpc_resets_"),
+    *("ratekeeper_envoy_quota_", "ratekeeper_grpc_resets_", "ratekeeper_settled_"),
+    *("ratekeeper_forgiven_", "ratekeeper_waiting_", "ratekeeper_in_flight"),
+    "ratekeeper_renewals_failed",
 )
 # No rule of this service is leased, it does not gossip, it is in no region, no Envoy has quotas
-# from it, and no client of gRPC misbehaves.
+# from it, no client of gRPC misbehaves, nothing is settled, and no request waits or has a slot.
 OTHER_PANELS = {
     title
     for title, texts in queries().items()

@@ -78,14 +78,14 @@ async def test_every_check_of_a_batch_is_recorded(ask: HttpClient) -> None:
 
 
 async def test_settled_units_are_recorded(ask: HttpClient) -> None:
-    """Settling changes the recorded units by the units that fit, and adds no request."""
+    """Settling changes the recorded units, also by those that are owed, and adds no request."""
     for user, reserved, actual in (("1", 2, 1), ("2", 1, 3), ("3", 1, 9), ("4", 1, 1)):
         await ask.check(user=user, cost=reserved)
         body = {"user": user, "reserved": reserved, "actual": actual}
         assert (await ask("POST", "/v1/settle", body)).status == 200
     found = used(ask.context.recorder)
     assert [found[f"user:{user}", "users"] for user in "1234"] == [
-        *([1, 0, 1], [1, 0, 3], [1, 0, 3], [1, 0, 1])
+        *([1, 0, 1], [1, 0, 3], [1, 0, 9], [1, 0, 1])
     ]
 
 

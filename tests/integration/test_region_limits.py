@@ -142,7 +142,7 @@ def test_regions_share_a_global_rule_and_not_a_regional_one(
     decision = eu("check", tenant, 4)
     assert (decision.allowed, decision.rule) == (True, "all")
     learnt(us, "all", subject, 4)
-    assert eu("settle", tenant, 4, 7, decision) == 0
+    assert eu("settle", tenant, 4, 7, decision).charged == 7
     learnt(us, "all", subject, 7)
     eu("refund", tenant, 2, decision)
     learnt(us, "all", subject, 5)

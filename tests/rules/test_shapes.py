@@ -129,7 +129,7 @@ def test_a_remembered_plan_is_the_same_as_a_new_one(document: Document, steps: l
         return compiled_of(document, clock, factors=factors, entries=table)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_module, "random", lambda: 0.6)  # the part of a split rule
+        patch.setattr(compiled_module.RANDOM, "random", lambda: 0.6)  # the part of a split rule
         remembering = compiled()
         for step in steps + [step for step in steps if isinstance(step, tuple)]:
             if isinstance(step, float):
