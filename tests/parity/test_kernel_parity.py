@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import Limit
 from ratekeeper.decide.kernel import _kernel
 from tests.parity.reference import ReferenceCounter, States, answer
 from tests.parity.traces import Step, changed, random_limits, steps
@@ -88,6 +90,23 @@ def test_debts_agree(shard: int) -> None:
         table = _kernel.Table(None, capacity=4_000, log_bytes=1 << 22)
         trace(seed, table, owes=True)
         table.close()
+
+
+def test_a_debt_that_is_at_its_bound_again_lasts_as_long_as_it_must() -> None:
+    """Half of it was paid. Its number is the same as before, and its end is later."""
+    table = _kernel.Table(None, capacity=4_000, log_bytes=1 << 22)
+    kernel = _kernel.Counter(table, (Limit(10, per=60, debt=10),), "rule")
+    reference = ReferenceCounter({}, (Limit(10, per=60, debt=10),), "rule")
+    for now_s, units in ((0, 1_000), (30, 1_000)):
+        owed = kernel.owe("k", units, now_s * NS_PER_SECOND)
+        assert owed == reference.owe("k", units, now_s * NS_PER_SECOND)
+    for now_s in range(31, 160):
+        table.sweep(now_s * NS_PER_SECOND)
+        now_ns = now_s * NS_PER_SECOND
+        assert kernel.owed("k", now_ns) == reference.owed("k", now_ns), now_s
+        got = answer(kernel.peek, "k", 1, now_ns)
+        assert got == answer(reference.check, "k", 1, now_ns, spend=False), now_s
+    table.close()
 
 
 def test_many_steps_agree_in_a_file(tmp_path: Any) -> None:
