@@ -29,6 +29,7 @@ from ratekeeper.decide.stores.redis.scripts import CHANGE, LEASES
 from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.answering import AnsweringCounter, answer, awaited
 from tests.conformance.stores import PATIENCE
+from tests.integration.redis_wires import YEAR
 from tests.redis_servers import Cluster, Single, running
 
 HOUR = Limit(1_000, per=3_600)
@@ -217,7 +218,7 @@ def test_a_cancelled_caller_leases_nothing(server: Single) -> None:
 
     async def cancelled() -> set[int]:
         store = cast("RedisStore", open_store(server.uri, **PATIENCE))
-        counter = store.counter([HOUR], "r")
+        counter = store.counter([Limit(1_000, per=YEAR)], "r")
         assert (await awaited(store.lease([LeaseCheck(counter, "warm", 1, TERMS)])))[0]
         lease = store.lease([LeaseCheck(counter, "a", 1, TERMS)])
         asking = asyncio.ensure_future(awaited(lease))
