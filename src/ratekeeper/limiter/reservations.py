@@ -195,11 +195,8 @@ class Reservation:
         return [each for each in found.values() if each[1] != {u: each[0][u] for u in each[1]}]
 
 
-class Reserving:
-    """The context manager of `Limiter.reserve`: it makes the reservation, and settles it.
-
-    It also renews the slots of a request in flight, and frees them.
-    """
+class _Reserving:
+    """One call of `reserve`: it makes a reservation, renews its slots, and frees them."""
 
     __slots__ = ("_making", "_release", "_renew", "_renewal", "_reservation")
 
@@ -210,15 +207,30 @@ class Reserving:
         self._reservation: Reservation | None = None
         self._renewal: Renewal | None = None
 
+    def _entered(self) -> Steps[Reservation]:
+        if self._reservation is not None:
+            raise ConfigError(
+                "one call of reserve() makes one reservation; call it again for another"
+            )
+        return self._making
+
+    def _made(self) -> Reservation:
+        assert self._reservation is not None, "it was entered"  # noqa: S101 - ours
+        return self._reservation
+
+
+class Reserving(_Reserving):
+    """The context manager of `Limiter.reserve`."""
+
+    __slots__ = ()
+
     def __enter__(self) -> Reservation:
-        _require_new(self._reservation)
-        self._reservation = made = run(self._making)
+        self._reservation = made = run(self._entered())
         self._renewal = renewed_in_thread(self._renew, made.decision)
         return made
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        made, renewal = self._reservation, self._renewal
-        assert made is not None, "it was entered"  # noqa: S101 - ours
+        made, renewal = self._made(), self._renewal
         try:
             run(made.settling(kind is not None))
         finally:
@@ -227,35 +239,21 @@ class Reserving:
                 run(self._release(made.decision))
 
 
-class AsyncReserving:
+class AsyncReserving(_Reserving):
     """The context manager of `AsyncLimiter.reserve`."""
 
-    __slots__ = ("_making", "_release", "_renew", "_renewal", "_reservation")
-
-    def __init__(self, making: Steps[Reservation], renew: Renew, release: Renew) -> None:
-        self._making = making
-        self._renew = renew
-        self._release = release
-        self._reservation: Reservation | None = None
-        self._renewal: Renewal | None = None
+    __slots__ = ()
 
     async def __aenter__(self) -> Reservation:
-        _require_new(self._reservation)
-        self._reservation = made = await run_async(self._making)
+        self._reservation = made = await run_async(self._entered())
         self._renewal = renewed_on_loop(self._renew, made.decision)
         return made
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        made, renewal = self._reservation, self._renewal
-        assert made is not None, "it was entered"  # noqa: S101 - ours
+        made, renewal = self._made(), self._renewal
         try:
             await run_async(made.ending(kind is not None))
         finally:
             if renewal is not None:
                 renewal.stop()
                 await run_async(self._release(made.decision))
-
-
-def _require_new(reservation: Reservation | None) -> None:
-    if reservation is not None:
-        raise ConfigError("one call of reserve() makes one reservation; call it again for another")

@@ -106,6 +106,7 @@ class LimiterVerbs:
     peek: Callable[..., Any]
     refund: Callable[..., Any]
     _sleep: Callable[[float], Any]
+    _reservation_verbs: Callable[[], ReservationVerbs]
 
     # ── Check ──────────────────────────────────────────────────────────────────────────────────
 
@@ -584,10 +585,6 @@ class LimiterVerbs:
         plan = stamped_plan(self._plan(key, cost), stamp)
         [(decision, _)] = yield from self._path.deciding([(plan, key)])
         return decision
-
-    def _reservation_verbs(self) -> ReservationVerbs:
-        """Return what a reservation needs of this limiter."""
-        raise NotImplementedError
 
     def _pass(
         self, key: Key | Request, cost: Cost, wait: Duration, priority: Priority = "interactive"
