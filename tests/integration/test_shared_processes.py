@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,46 +15,33 @@ from ratekeeper.core.model import UNIT_ALGORITHMS
 from ratekeeper.decide.store import LocalCounter
 from ratekeeper.decide.stores import open_local_store
 from tests.integration.hammer import TOGETHER_MAX
+from tests.integration.program import printed
 from tests.redis_servers.waiting import await_stopped
 
 PROCESSES = 4
 # Kills per algorithm, one every 10 ms. The seed is printed when a test fails.
 KILLS = 60
-# Longer than any run takes. A run that reaches it hangs.
-HANGS_AFTER_SECONDS = 120
-
-
-def hammer(*arguments: object) -> dict[str, Any]:
-    """Run the hammer in another process and return its result."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.hammer", *map(str, arguments)],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=HANGS_AFTER_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
 
 
 @pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_processes_on_one_key_admit_exactly_the_limit(algorithm: str, tmp_path: Path) -> None:
     """Four processes that check one key are admitted exactly the limit together."""
-    result = hammer("exact", tmp_path / "one.limits", algorithm, PROCESSES, 1, 100_000)
+    result = printed("hammer", "exact", tmp_path / "one.limits", algorithm, PROCESSES, 1, 100_000)
     assert result == {"admitted": 100_000, "statuses": [0] * PROCESSES}
 
 
 @pytest.mark.parametrize("algorithm", UNIT_ALGORITHMS)
 def test_processes_on_many_keys_admit_exactly_the_limit(algorithm: str, tmp_path: Path) -> None:
     """Four processes that check 200 keys are admitted exactly the limit of each key together."""
-    result = hammer("exact", tmp_path / "many.limits", algorithm, PROCESSES, 200, 100)
+    result = printed("hammer", "exact", tmp_path / "many.limits", algorithm, PROCESSES, 200, 100)
     assert result == {"admitted": 200 * 100, "statuses": [0] * PROCESSES}
 
 
 def test_files_may_be_opened_and_closed_at_any_time(tmp_path: Path) -> None:
     """Four processes that open and close the file every few checks admit exactly the limit."""
-    result = hammer("reopening", tmp_path / "new.limits", "sliding_window_log", PROCESSES, 20, 100)
+    result = printed(
+        "hammer", "reopening", tmp_path / "new.limits", "sliding_window_log", PROCESSES, 20, 100
+    )
     assert result == {"admitted": 20 * 100, "statuses": [0] * PROCESSES}
 
 
@@ -66,7 +51,8 @@ def test_killed_workers_block_no_other_and_lose_no_count(algorithm: str, tmp_pat
     flight."""
     seed = int.from_bytes(os.urandom(4))
     keys, limit = 3, 50_000
-    result = hammer(
+    result = printed(
+        "hammer",
         "killed",
         tmp_path / "killed.limits",
         *(algorithm, PROCESSES, keys, limit, KILLS, seed),
@@ -89,7 +75,8 @@ def test_keys_checked_together_are_charged_together(
     """
     seed = int.from_bytes(os.urandom(4))
     keys, limit = 24, 2_000
-    result = hammer(
+    result = printed(
+        "hammer",
         "together",
         tmp_path / "together.limits",
         *(algorithm, PROCESSES, keys, limit, kills, seed),
